@@ -1,0 +1,31 @@
+"""How long work reports progress and is told to stop: one contract for library, jobs, widgets and shell."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called between two units of work; raises `Cancelled` when the user has asked to stop.
+
+    Args:
+        done: units finished so far, 0 at the start.
+        total: units in all; constant within one piece of work.
+        label: what is being worked on, for a person to read.
+    """
+
+    def __call__(self, done: int, total: int, label: str) -> None: ...
+
+
+def silent(done: int, total: int, label: str) -> None:
+    """The progress of a caller who did not ask for any."""
+
+
+def part(progress: Progress, first: int, last: int, total: int) -> Progress:
+    """The progress of a sub-task that fills units `first` to `last` of a larger task's `total`."""
+
+    def inner(done: int, inner_total: int, label: str) -> None:
+        span = last - first
+        progress(first + (span * done) // max(inner_total, 1), total, label)
+
+    return inner

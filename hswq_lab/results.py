@@ -1,0 +1,116 @@
+"""What every result object can do: become a table, a figure, a dict, a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+_TABLE_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right}"
+    "th{background:#f4f4f4}td:first-child,th:first-child{text-align:left}"
+)
+
+
+class Result:
+    """Base of the result dataclasses. A subclass is a dataclass and says how it becomes a table."""
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows of this result as a table."""
+        raise NotImplementedError
+
+    def figure(self) -> go.Figure:
+        """The plot of this result."""
+        # The one upward import of the package: plots know every result, results know no plot.
+        from hswq_lab.plots import figure_of
+
+        return figure_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict that `json.dumps` takes: NaN and infinities are None, tensors are lists."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
+        content = {field.name: json_ready(getattr(self, field.name)) for field in fields if field.repr}
+        return {"result": type(self).__name__, **content}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes .json, .csv or .html (always possible), or .png, .svg, .pdf of the figure (needs a browser).
+
+        Raises:
+            HswqError: an unknown suffix, or a picture is asked for where no browser can be found.
+        """
+        target = Path(path)
+        match target.suffix.lower():
+            case ".json":
+                write_text(target, json.dumps(self.to_dict(), indent=1, allow_nan=False))
+            case ".csv":
+                write_text(target, self.to_frame().to_csv(index=False))
+            case ".html":
+                write_text(target, self._page())
+            case ".png" | ".svg" | ".pdf":
+                from hswq_lab.export import save_figure
+
+                save_figure(self.figure(), target)
+            case other:
+                raise HswqError(
+                    "a result cannot be saved in this form",
+                    file=target,
+                    found=other or "no suffix",
+                    expected=".json, .csv, .html, .png, .svg or .pdf",
+                )
+        return target
+
+    def _page(self) -> str:
+        title = html.escape(type(self).__name__)
+        plot = self.figure().to_html(full_html=False, include_plotlyjs=True)
+        table = self.to_frame().to_html(index=False, escape=True, float_format=lambda v: f"{v:.5g}", border=0)
+        return (
+            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
+            f"<style>{_TABLE_STYLE}</style></head><body><h1>{title}</h1>{plot}{table}</body></html>"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all (a temporary file beside it, then a rename)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HswqError("the file cannot be written", file=path, found=error, fix="choose another place") from error
+
+
+def json_ready(value: Any) -> Any:
+    """Turns dataclasses, tensors, arrays, paths and non-finite numbers into what strict JSON can hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return json_ready(value.detach().float().cpu().numpy())
+    if isinstance(value, np.ndarray):
+        return json_ready(value.tolist())
+    if isinstance(value, np.generic):
+        return json_ready(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: json_ready(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_ready(item) for item in value]
+    return str(value)
