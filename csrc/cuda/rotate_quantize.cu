@@ -1,0 +1,2 @@
+// placeholder replaced below
+__global__ void hswq_nothing() {}

@@ -1,0 +1,238 @@
+"""Builds hswq_lab._C: the CPU kernels always, the CUDA kernels where a usable nvcc is found.
+
+Everything that describes the package stands in pyproject.toml; this file only knows how to compile csrc/.
+
+* csrc/cpu/kernels_*.cpp hold the same mathematics once per instruction set, so each gets flags of its own; which one runs
+  is chosen at run time (csrc/cpu/isa.cpp). `-ffp-contract=off` everywhere: a fused multiply-add would change bits.
+* csrc/bindings.cpp is the only file that sees pybind11, and is compiled at -O1 because its headers dominate the build.
+* csrc/cuda/*.cu are compiled by nvcc with a static CUDA runtime; nothing links torch.
+
+Environment: HSWQ_LAB_CUDA=0 leaves CUDA out; HSWQ_LAB_REQUIRE_CUDA=1 makes a missing or failing CUDA part an error;
+HSWQ_LAB_REQUIRE_CPU=1 does the same for the C++ part (without it the pure-torch reference serves); NVCC and CUDA_HOME
+point at a toolkit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+BUILD_ERRORS = (CCompilerError, BaseError, OSError, subprocess.SubprocessError)
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ISA_FLAGS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mf16c", "-mbmi2"],
+    "avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mavx512vnni", "-mavx512bf16"),
+        *("-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
+    ],
+    "amx": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+}
+MATH_FLAGS = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra", "-Werror=return-type"]
+# What to generate for, best first in meaning: PTX for every card from Ampere on, wgmma on Hopper, FP4 on Blackwell.
+CUDA_TARGETS = {
+    "80": "arch=compute_80,code=[sm_80,compute_80]",
+    "90a": "arch=compute_90a,code=sm_90a",
+    "100f": "arch=compute_100f,code=sm_100f",
+    "120f": "arch=compute_120f,code=sm_120f",
+}
+
+
+def wanted(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+class Nvcc:
+    """One CUDA compiler: where it and its toolkit are, and which of our targets it can generate."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        dry = subprocess.run([path, "--dryrun", "none.cu"], capture_output=True, text=True, check=False)
+        # nvcc on PATH is often a wrapper script elsewhere, so the toolkit's folder is asked for, not guessed.
+        top = re.search(r"^#\$ TOP=(.+)$", dry.stderr + dry.stdout, re.MULTILINE)
+        if top is None:
+            raise OSError(f"{path} does not answer --dryrun as nvcc does")
+        self.home = Path(top.group(1).strip())
+        known = subprocess.run([path, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+        major, minor = self.version
+        family = (major, minor) >= (12, 9)  # "f" targets (family specific) came with CUDA 12.9
+        self.targets = [
+            name
+            for name in CUDA_TARGETS
+            if f"compute_{name.rstrip('af')}" in known and (family or not name.endswith("f"))
+        ]
+
+    @property
+    def version(self) -> tuple[int, int]:
+        text = subprocess.run([self.path, "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"release (\d+)\.(\d+)", text)
+        if found is None:
+            raise OSError(f"{self.path} --version names no release")
+        return int(found.group(1)), int(found.group(2))
+
+    @property
+    def static_runtime(self) -> Path:
+        for folder in (self.home / "lib64", *self.home.glob("targets/*/lib"), self.home / "lib"):
+            if (folder / "libcudart_static.a").is_file():
+                return folder / "libcudart_static.a"
+        raise OSError(f"no libcudart_static.a under {self.home}")
+
+    @classmethod
+    def find(cls) -> Nvcc:
+        places = [os.environ.get("NVCC"), shutil.which("nvcc")]
+        homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+        places += [shutil.which("nvcc", path=str(Path(home) / "bin")) for home in homes if home]
+        for place in places:
+            if place:
+                return cls(place)
+        raise OSError("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda")
+
+
+class BuildKernels(build_ext):
+    """build_ext with flags per file, parallel and incremental, and an honest answer when a part cannot be built."""
+
+    def build_extension(self, ext: Extension) -> None:
+        missing = Path(self.build_lib) / "hswq_lab" / "_C_missing.txt"
+        for note in (missing, ROOT / "hswq_lab" / "_C_missing.txt"):
+            note.unlink(missing_ok=True)
+        try:
+            self.build_native(ext)
+        except BUILD_ERRORS as error:
+            if wanted("HSWQ_LAB_REQUIRE_CPU") or wanted("HSWQ_LAB_REQUIRE_CUDA"):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            loud(f"hswq_lab._C was NOT built; the slow pure-torch reference will serve. {reason}")
+            target = ROOT / "hswq_lab" / "_C_missing.txt" if self.editable_mode else missing
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(reason + "\n", encoding="utf-8")
+
+    def build_native(self, ext: Extension) -> None:
+        cxx = self.cxx()
+        jobs = [(source, [*MATH_FLAGS, *isa_flags(source)], cxx) for source in sorted(CSRC.glob("cpu/*.cpp"))]
+        cuda, reason = self.cuda_jobs()
+        objects = self.compile_all(jobs)
+        try:
+            cuda_objects = self.compile_all(cuda)
+        except BUILD_ERRORS as error:
+            if wanted("HSWQ_LAB_REQUIRE_CUDA"):
+                raise
+            reason = f"nvcc failed: {error}"
+            loud(f"the CUDA part was NOT built, only the CPU part. {reason}")
+            cuda, cuda_objects = [], []
+        binding = [*self.macros(bool(cuda), reason), "-O1", *(f"-I{path}" for path in self.binding_includes())]
+        objects += self.compile_all([(CSRC / "bindings.cpp", binding, cxx)])
+        link = [str(self.nvcc.static_runtime), "-ldl", "-lrt", "-lpthread"] if cuda else ["-lpthread"]
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        shared = ["-undefined", "dynamic_lookup", "-bundle"] if sys.platform == "darwin" else ["-shared"]
+        run([*cxx, *shared, "-s", *map(str, objects + cuda_objects), *link, "-o", str(output)])
+
+    def cxx(self) -> list[str]:
+        command = os.environ.get("CXX", "").split() or next(
+            ([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), []
+        )
+        if not command or not shutil.which(command[0]):
+            raise OSError("no C++ compiler (c++, g++, clang++ or CXX)")
+        return command
+
+    def cuda_jobs(self) -> tuple[list[tuple[Path, list[str], list[str]]], str]:
+        """The nvcc compilations to do, and, where there are none, why."""
+        if os.environ.get("HSWQ_LAB_CUDA") == "0":
+            return [], "left out on request (HSWQ_LAB_CUDA=0)"
+        try:
+            self.nvcc = Nvcc.find()
+            _ = self.nvcc.static_runtime
+        except BUILD_ERRORS as error:
+            if wanted("HSWQ_LAB_REQUIRE_CUDA"):
+                raise
+            return [], str(error)
+        codes = [f"-gencode={CUDA_TARGETS[name]}" for name in self.nvcc.targets]
+        flags = [*codes, "-O3", "--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static"]
+        return [(source, flags, [self.nvcc.path]) for source in sorted(CSRC.glob("cuda/*.cu"))], ""
+
+    def macros(self, cuda: bool, reason: str) -> list[str]:
+        targets = ",".join(self.nvcc.targets) if cuda else ""
+        version = ".".join(map(str, self.nvcc.version)) if cuda else ""
+        clean = re.sub(r"[^ -~]|[\"\\]", " ", reason)
+        return [
+            f"-DHSWQ_WITH_CUDA={int(cuda)}",
+            f'-DHSWQ_CUDA_REASON="{clean}"',
+            f'-DHSWQ_CUDA_TARGETS="{targets}"',
+            f'-DHSWQ_CUDA_VERSION="{version}"',
+        ]
+
+    def binding_includes(self) -> list[str]:
+        import pybind11  # only needed to build, and absent from an installed environment
+
+        return [pybind11.get_include(), *self.include_dirs]
+
+    def compile_all(self, jobs: list[tuple[Path, list[str], list[str]]]) -> list[Path]:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            return list(pool.map(lambda job: compile_one(*job), jobs))
+
+    def copy_extensions_to_source(self) -> None:
+        """The editable install: rename over the old module, so that a running process keeps the one it has mapped."""
+        build_py = self.get_finalized_command("build_py")
+        for ext in self.extensions:
+            target, built = self._get_inplace_equivalent(build_py, ext)
+            if os.path.exists(built):
+                shutil.copyfile(built, target + ".new")
+                os.replace(target + ".new", target)
+            else:
+                Path(target).unlink(missing_ok=True)
+
+
+def isa_flags(source: Path) -> list[str]:
+    name = source.stem.rpartition("_")[2]
+    return ISA_FLAGS.get(name, []) if X86 else []
+
+
+def compile_one(source: Path, flags: list[str], compiler: list[str]) -> Path:
+    """Compile one file, unless an object of the same command is newer than everything it could depend on."""
+    common = COMMON_FLAGS if source.suffix == ".cpp" else ["-std=c++17"]
+    command = [*compiler, *common, *flags, f"-I{CSRC}", "-c", str(source)]
+    digest = hashlib.sha256("\0".join([*command, sys.version]).encode()).hexdigest()[:12]
+    target = ROOT / "build" / "objects" / f"{source.stem}-{digest}.o"
+    headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".inl")]
+    if target.is_file() and all(path.stat().st_mtime < target.stat().st_mtime for path in [source, *headers]):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}.o")
+    run([*command, "-o", str(partial)])
+    partial.replace(target)
+    return target
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shown = " ".join(command)
+        raise CCompilerError(f"{shown}\nfailed with {done.returncode}:\n{done.stdout}{done.stderr}")
+    if done.stderr:
+        sys.stderr.write(done.stderr)
+
+
+def loud(message: str) -> None:
+    bar = "!" * 100
+    sys.stderr.write(f"\n{bar}\nhswq_lab: {message}\n{bar}\n\n")
+
+
+setup(
+    ext_modules=[Extension("hswq_lab._C", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildKernels},
+)
