@@ -1,0 +1,438 @@
+"""Model: a checkpoint, what was declared about it (mode, LoRAs), and a network that is rebuilt from both at will."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hswq_lab import ops
+from hswq_lab.attachments import Attachment, Attachments, Way
+from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import PackedWeight
+from hswq_lab.layers import LabLinear, make_linear
+from hswq_lab.lora import BakeReport, LoraFile
+from hswq_lab.models.companion import Companion
+from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
+from hswq_lab.models.zimage import ZImage, ZImageConfig, linear_layers
+from hswq_lab.modes import ModeRequest, Requested, Resolved, Uncalibrated, resolve
+from hswq_lab.progress import Progress, silent
+from hswq_lab.report import LayerRow, LoadReport
+
+if TYPE_CHECKING:
+    from hswq_lab.spec import ModelSpec
+
+
+class SharedWeights:
+    """Device copies of weights that several views of one checkpoint use; gone when no network holds them."""
+
+    def __init__(self) -> None:
+        self._values: weakref.WeakValueDictionary[tuple[object, ...], Tensor | PackedWeight] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def get(self, key: tuple[object, ...], make: Callable[[], Tensor | PackedWeight]) -> Tensor | PackedWeight:
+        """The value of a key, made if no network holds it."""
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = make()
+        return value
+
+
+class Model:
+    """A diffusion transformer that can be generated with, compared, packed and given LoRAs.
+
+    Nothing of the network is state: it follows from the checkpoint and the declared state (mode, LoRAs), so after
+    `unload()` the next use gives the same numbers, bit for bit.
+
+    Args:
+        checkpoint: the weights, 16-bit or packed.
+        name: what reports call it.
+        companion: text encoder, codec and defaults, if known.
+        device: "cpu", "cuda", …
+        dtype: of activations and unpacked weights; fp32 or bf16.
+        request: the mode asked for.
+        attachments: LoRAs declared so far.
+        shared: device copies to share with another view of the same checkpoint.
+
+    Raises:
+        HswqError: the checkpoint is not of a known model family, or the mode is not possible for one of its layers.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        companion: Companion | None = None,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        request: ModeRequest | None = None,
+        attachments: Sequence[Attachment] = (),
+        shared: SharedWeights | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.name = name
+        self.companion = companion
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.request = request or ModeRequest()
+        self.config = ZImageConfig.from_shapes(checkpoint.shapes())
+        self._attachments = Attachments(checkpoint, self.layers(), attachments)
+        self._shared = shared or SharedWeights()
+        self._network: ZImage | None = None
+        self._lock = threading.RLock()
+        for layer in self.layers():
+            self._resolve(layer)  # refuses an impossible mode now, not in the middle of a picture
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Every Linear in network order: name → (N, K)."""
+        return linear_layers(self.config)
+
+    @property
+    def prompts(self) -> list[str]:
+        """The companion's default prompts.
+
+        Raises:
+            HswqError: this model has none.
+        """
+        if self.companion is None:
+            raise HswqError("this model has no default prompts", tensor=self.name, fix="give prompts=")
+        return list(self.companion.prompts)
+
+    @property
+    def loras(self) -> list[Attachment]:
+        """The LoRAs on this model, in the order in which they were attached."""
+        return list(self._attachments)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any Linear is quantised."""
+        return any(self.checkpoint.entry(f"{layer}.weight").format != "16-bit" for layer in self.layers())
+
+    def report(self) -> LoadReport:
+        """Format, rotation, mode and reason for every layer, with the counters of the network if it is built."""
+        with self._lock:
+            built = {} if self._network is None else _linears_of(self._network)
+            rows = [self._row(layer, built.get(layer)) for layer in self.layers()]
+        return LoadReport(
+            model=self.name,
+            source=str(self.checkpoint.path or "in memory"),
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            requested_mode=f"{self.request.mode} ({self.request.origin})",
+            layers=rows,
+            warnings=list(self.checkpoint.warnings),
+        )
+
+    def __repr__(self) -> str:
+        loras = ", ".join(str(attachment) for attachment in self._attachments) or "no LoRAs"
+        return f"<Model {self.name}: {len(self.layers())} Linears, mode {self.request.mode}, {loras}, on {self.device}>"
+
+    # -- views and copies -----------------------------------------------------------------------------------------
+
+    def in_mode(self, mode: Requested, uncalibrated: Uncalibrated | None = None) -> Model:
+        """A view of this model that runs in another mode and shares its weights; this model is not changed.
+
+        The view starts with this model's LoRAs; later attachments to either do not reach the other.
+
+        Raises:
+            HswqError: tc or tc8 for a layer without input_scale, unless `uncalibrated` is "dynamic" or "unit".
+        """
+        return self._copy(request=ModeRequest(mode, uncalibrated, origin="asked for"))
+
+    def on(self, device: str | torch.device, dtype: torch.dtype | None = None) -> Model:
+        """The same model on another device, or with another activation dtype."""
+        return self._copy(device=device, dtype=dtype or self.dtype)
+
+    def with_checkpoint(self, checkpoint: Checkpoint, name: str | None = None) -> Model:
+        """A model of other weights with the same companion, device, dtype and mode, and no LoRAs."""
+        return Model(
+            checkpoint,
+            name=name or self.name,
+            companion=self.companion,
+            device=self.device,
+            dtype=self.dtype,
+            request=self.request,
+        )
+
+    def _copy(
+        self,
+        request: ModeRequest | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Model:
+        return Model(
+            self.checkpoint,
+            name=self.name,
+            companion=self.companion,
+            device=device or self.device,
+            dtype=dtype or self.dtype,
+            request=request or self.request,
+            attachments=tuple(self._attachments),
+            shared=self._shared,
+        )
+
+    def spec(self) -> ModelSpec:
+        """A small picklable description from which another process builds the same model."""
+        from hswq_lab.spec import spec_of
+
+        return spec_of(self)
+
+    # -- the network ----------------------------------------------------------------------------------------------
+
+    def network(self) -> ZImage:
+        """The network, built now if it is not there. Its Linears are `hswq_lab.layers.LabLinear`s."""
+        with self._lock:
+            if self._network is None:
+                self._network = self._build()
+            return self._network
+
+    def linears(self) -> dict[str, LabLinear]:
+        """The network's Linears by layer name."""
+        return _linears_of(self.network())
+
+    def unload(self) -> None:
+        """Drops the network and everything computed from the declared state; the next use rebuilds them."""
+        with self._lock:
+            self._network = None
+            self._attachments.forget()
+
+    def _build(self) -> ZImage:
+        network = ZImage(self.config, linear=self._linear)
+        rest = {}
+        for key in network.state_dict():
+            if key not in self.checkpoint:
+                raise HswqError(
+                    "the checkpoint lacks a tensor that the network needs", file=self.checkpoint.path, tensor=key
+                )
+            value = self.checkpoint[key]
+            if isinstance(value, PackedWeight):
+                raise HswqError("a tensor that is no Linear's weight is packed", file=self.checkpoint.path, tensor=key)
+            rest[key] = value.to(self.device, self.dtype)
+        network.load_state_dict(rest, assign=True)
+        return network.to(self.device).eval().requires_grad_(False)
+
+    def _linear(self, name: str, in_features: int, out_features: int, bias: bool) -> LabLinear:
+        key = (name, str(self.device), str(self.dtype), *self._attachments.bake_key(name))
+        weight = self._shared.get(key, lambda: self._on_device(self._attachments.effective(name)))
+        bias_value = self._attachments.effective_bias(name)
+        if bias and bias_value is None:
+            raise HswqError("the checkpoint lacks a bias", file=self.checkpoint.path, tensor=f"{name}.bias")
+        if bias_value is not None:
+            bias_value = bias_value.to(self.device, self.dtype)
+        layer = make_linear(name, weight, bias_value, self._resolve(name))
+        layer.branches = self._attachments.branches(name, self.device, self.dtype)
+        return layer
+
+    def _on_device(self, value: Tensor | PackedWeight) -> Tensor | PackedWeight:
+        if isinstance(value, PackedWeight):
+            return value.to(self.device)
+        return value.to(self.device, self.dtype)
+
+    def _resolve(self, layer: str) -> Resolved:
+        entry = self.checkpoint.entry(f"{layer}.weight")
+        return resolve(layer, entry.format, entry.calibrated, self.request, ops.fp4_is_native(self.device))
+
+    # -- LoRAs ----------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        lora: LoraFile,
+        strength: float = 1.0,
+        how: Way = "branch",
+        source: Checkpoint | None = None,
+        allow_unmatched: bool = False,
+    ) -> BakeReport:
+        """Puts a LoRA on the model and proves that it arrived.
+
+        Args:
+            lora: from `hl.load_lora`.
+            strength: factor on its delta.
+            how: "branch" (exact 16-bit side path), "bake" (requantise in place, stochastic rounding) or
+                "bake_from_source" (quantise the 16-bit source plus the delta).
+            source: the 16-bit checkpoint for "bake_from_source"; for the other ways it adds the growth of the error
+                to the report.
+            allow_unmatched: go on although keys of the file match no layer (they are reported).
+
+        Returns:
+            Per layer, what arrived, computed from the weights.
+
+        Raises:
+            HswqError: the file does not fit this model; nothing is changed then.
+        """
+        with self._lock:
+            added = Attachment(lora, float(strength), how, source, allow_unmatched)
+            changed = self._attachments.plus(added)
+            report = changed.evidence(added)
+            self._adopt(changed)
+            return report
+
+    def detach(self, lora: LoraFile) -> None:
+        """Takes a LoRA off; the weights are the pristine ones again, bit for bit.
+
+        Raises:
+            HswqError: it is not attached.
+        """
+        with self._lock:
+            self._adopt(self._attachments.minus(lora))
+
+    def set_strength(self, lora: LoraFile, strength: float) -> None:
+        """Changes the strength of an attached LoRA; free for a branch, a new bake from the pristine weights else."""
+        with self._lock:
+            changed = self._attachments.with_strength(lora, float(strength))
+            if self._network is not None and changed.only_branch_strengths_differ(self._attachments):
+                for layer in _linears_of(self._network).values():
+                    if layer.branches is not None:
+                        layer.branches.set_strength(lora.sha256, float(strength))
+                self._attachments = changed
+            else:
+                self._adopt(changed)
+
+    def bake_report(self) -> BakeReport:
+        """The evidence for every LoRA on the model together, computed from the weights."""
+        with self._lock:
+            return self._attachments.evidence()
+
+    def _adopt(self, changed: Attachments) -> None:
+        # The old network lives until the new one is built, so that both share the device copies of untouched layers.
+        before, built = self._attachments, self._network
+        self._attachments, self._network = changed, None
+        if built is not None:
+            try:
+                self._network = self._build()
+            except BaseException:
+                self._attachments, self._network = before, built
+                raise
+
+    # -- pictures -------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: str | Tensor) -> Tensor:
+        """Caption features [tokens, cap_feat_dim] of a prompt; a tensor is taken as features already."""
+        if isinstance(prompt, Tensor):
+            return prompt
+        if self.companion is None:
+            raise HswqError(
+                "this model has no text encoder here", tensor=self.name, fix="pass caption features as a tensor"
+            )
+        return self.companion.encode(prompt)
+
+    def velocity(self, prompt: str | Tensor, cfg: float = 1.0, negative: str | Tensor = "") -> Velocity:
+        """The guided prediction v = x0 − ε as a function of (latent, sigma).
+
+        v = v_neg + cfg · (v_prompt − v_neg) (Ho and Salimans 2022); cfg = 1 evaluates the prompt alone.
+        """
+        network = self.network()
+        prompts = [prompt] if cfg == 1 else [prompt, negative]
+        captions = [self.encode(text).to(self.device, self.dtype) for text in prompts]
+
+        def predict(latent: Tensor, sigma: float) -> Tensor:
+            batch = latent.to(self.device, self.dtype).expand(len(captions), *latent.shape)
+            t = torch.full((len(captions),), 1 - sigma, device=self.device, dtype=torch.float32)
+            with self._lock, torch.no_grad():
+                out = network(batch, t, captions).float().cpu()
+            return out[0] if cfg == 1 else out[1] + cfg * (out[0] - out[1])
+
+        return predict
+
+    def generate(
+        self,
+        prompt: str | Tensor,
+        seed: int = 42,
+        steps: int = 12,
+        cfg: float = 2.5,
+        shift: float | None = None,
+        size: tuple[int, int] | None = None,
+        *,
+        callback: Callable[[Step], None] | None = None,
+        progress: Progress | None = None,
+    ) -> Run:
+        """Makes a picture by Euler flow matching; same seed, same bits.
+
+        Args:
+            prompt: text, or caption features [tokens, cap_feat_dim].
+            seed: of the starting noise.
+            steps: Euler steps.
+            cfg: guidance scale; 1 means none.
+            shift: noise shift; the companion's default, else 3.
+            size: (height, width) in pixels; the companion's default, else (1024, 1024).
+            callback: sees each step after it was made.
+            progress: told after each step.
+
+        Raises:
+            HswqError: impossible arguments, or no text encoder for a text prompt.
+        """
+        levels = sigmas(steps, shift := self._default_shift() if shift is None else shift)
+        size = size or (self.companion.size if self.companion else (1024, 1024))
+        noise = starting_noise(self._latent_shape(size), seed)
+        latents, x0 = [], []
+        tell = progress or silent
+        label = prompt if isinstance(prompt, str) else "given caption features"
+
+        def record(step: Step) -> None:
+            latents.append(step.latent)
+            x0.append(step.x0)
+            tell(step.index + 1, steps, label)
+            if callback is not None:
+                callback(step)
+
+        tell(0, steps, label)
+        euler(self.velocity(prompt, cfg), noise, levels, record)
+        return Run(
+            model=self.name,
+            mode=self.request.mode,
+            prompt=label,
+            seed=seed,
+            steps=steps,
+            cfg=cfg,
+            shift=shift,
+            size=size,
+            sigmas=levels,
+            noise_hash=noise_hash(noise),
+            latents=torch.stack(latents),
+            x0=torch.stack(x0),
+            codec=self.companion.codec if self.companion else None,
+        )
+
+    def _default_shift(self) -> float:
+        return self.companion.shift if self.companion else 3.0
+
+    def _latent_shape(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        cell = self.companion.pixels_per_latent if self.companion else 8
+        step = cell * self.config.patch_size
+        if any(side <= 0 or side % step for side in size):
+            raise HswqError("the size does not fit the model", found=size, expected=f"multiples of {step} pixels")
+        return (self.config.in_channels, size[0] // cell, size[1] // cell)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _row(self, layer: str, built: LabLinear | None) -> LayerRow:
+        entry = self.checkpoint.entry(f"{layer}.weight")
+        resolved = self._resolve(layer)
+        n, k = self.layers()[layer]
+        row = LayerRow(
+            layer=layer,
+            format=entry.format,
+            group=entry.group,
+            n=n,
+            k=k,
+            mode=resolved.mode,
+            why=resolved.why,
+            bytes=entry.nbytes,
+            calibrated=entry.calibrated,
+            loras=self._attachments.on_layer(layer),
+        )
+        return row if built is None else replace(row, **vars(built.counts))
+
+
+def _linears_of(network: torch.nn.Module) -> dict[str, LabLinear]:
+    modules: Mapping[str, torch.nn.Module] = dict(network.named_modules())
+    return {name: module for name, module in modules.items() if isinstance(module, LabLinear)}

@@ -1,0 +1,105 @@
+"""Which arithmetic a layer runs in, and why: resolved per layer, never per file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hswq_lab.errors import HswqError
+
+Requested = Literal["auto", "parity", "tc", "tc8"]
+Uncalibrated = Literal["dynamic", "unit"]
+LayerMode = Literal["parity", "tc", "tc8", "int8", "fp8", "16-bit"]
+
+
+@dataclass(frozen=True)
+class ModeRequest:
+    """What was asked for: the mode, and what to do with a layer that has no input_scale (None: refuse).
+
+    `origin` says who asked ("default", "asked for", "HSWQ_ZI_FORCE_TC=1"), for the report.
+    """
+
+    mode: Requested = "auto"
+    uncalibrated: Uncalibrated | None = None
+    origin: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Requested):
+            raise HswqError("unknown mode", found=repr(self.mode), expected=" or ".join(get_args(Requested)))
+        if self.uncalibrated not in (None, *get_args(Uncalibrated)):
+            raise HswqError(
+                "unknown treatment of uncalibrated layers", found=repr(self.uncalibrated), expected="dynamic or unit"
+            )
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The mode that a layer runs in, where its activation scale comes from, and the reason in words."""
+
+    mode: LayerMode
+    activation_scale: Literal["none", "static", "dynamic", "unit"]
+    why: str
+
+
+def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, str | None]:
+    """The mode that HSWQ_ZI_FORCE_PARITY=1 (wins) or HSWQ_ZI_FORCE_TC=1 asks for, and a warning to show.
+
+    Only the command line and the notebooks call this; the library reads no environment.
+    """
+    if environ.get("HSWQ_ZI_FORCE_PARITY") == "1":
+        return ModeRequest("parity", origin="HSWQ_ZI_FORCE_PARITY=1"), None
+    if environ.get("HSWQ_ZI_FORCE_TC") == "1":
+        warning = (
+            "HSWQ_ZI_FORCE_TC=1 runs layers without an input_scale in W4A4 with a placeholder scale of 1, "
+            "which no calibration stands behind: compare with parity before you believe a picture"
+        )
+        return ModeRequest("tc", uncalibrated="unit", origin="HSWQ_ZI_FORCE_TC=1"), warning
+    return ModeRequest(), None
+
+
+def resolve(name: str, weight_format: str, calibrated: bool, request: ModeRequest, fp4_is_native: bool) -> Resolved:
+    """The mode of one layer.
+
+    Args:
+        name: the layer, for the error.
+        weight_format: "nvfp4", "int8_tensorwise", "float8_e4m3fn", … or "16-bit".
+        calibrated: whether the layer has an input_scale.
+        request: what was asked for.
+        fp4_is_native: whether this device multiplies FP4 in hardware.
+
+    Raises:
+        HswqError: tc or tc8 was asked for, the layer has no input_scale, and nothing was said about that; or a
+            format that no arithmetic is known for.
+    """
+    if weight_format == "16-bit":
+        return Resolved("16-bit", "none", "not packed")
+    if weight_format.startswith("int8"):
+        return Resolved("int8", "dynamic", "runs as itself in every mode")
+    if weight_format.startswith("float8"):
+        return Resolved("fp8", "none", "runs as itself in every mode")
+    if weight_format != "nvfp4":
+        raise HswqError("no arithmetic is known for this packed format", tensor=name, found=weight_format)
+    if request.mode == "parity":
+        return Resolved("parity", "none", request.origin)
+    if request.mode == "auto":
+        return _automatic(calibrated, fp4_is_native)
+    how = "native FP4" if fp4_is_native else "emulated: same numbers through wider arithmetic"
+    if request.mode == "tc8":
+        how = "FP8 activations"
+    if calibrated:
+        return Resolved(request.mode, "static", f"{request.origin} ({how})")
+    if request.uncalibrated is None:
+        raise HswqError(
+            f"the layer cannot run in mode {request.mode}: it has no input_scale",
+            tensor=name,
+            fix="calibrate the pack, or ask for uncalibrated='dynamic' (own scale per call) or 'unit' (scale 1)",
+        )
+    return Resolved(request.mode, request.uncalibrated, f"{request.origin}, no input_scale ({how})")
+
+
+def _automatic(calibrated: bool, fp4_is_native: bool) -> Resolved:
+    if calibrated and fp4_is_native:
+        return Resolved("tc", "static", "calibrated, and FP4 is native here")
+    reason = "no input_scale" if not calibrated else "no FP4 tensor cores here"
+    return Resolved("parity", "none", f"automatic: {reason}")
