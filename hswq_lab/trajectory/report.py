@@ -1,0 +1,120 @@
+"""The result of a comparison: every step of every seed of every variant, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from hswq_lab.errors import HswqError
+from hswq_lab.models.sampler import Run
+from hswq_lab.results import Result, json_ready
+from hswq_lab.trajectory.gate import Verdict, judge
+from hswq_lab.trajectory.pictures import SSIM_PARAMETERS
+from hswq_lab.trajectory.trace import SeedTrace
+
+
+@dataclass(frozen=True)
+class TrajectoryReport(Result):
+    """Variants of a model against the reference, on the same seeds.
+
+    Attributes:
+        model: name of the reference.
+        variants: names, in the order in which they were given.
+        seeds: in the order in which they were given.
+        prompts: one for each seed.
+        steps: Euler steps of every run.
+        cfg: guidance scale.
+        shift: noise shift.
+        size: of the pictures, (height, width) in pixels.
+        sigmas: noise levels, steps + 1 values.
+        noise_hashes: SHA-256 of the starting noise of each seed.
+        traces: variant by variant, seed by seed.
+        ssim_parameters: arguments of scikit-image's structural_similarity.
+        reference_runs: the reference's run for each seed; empty after `without_runs`. Not saved.
+        variant_runs: variant → its run for each seed; empty after `without_runs`. Not saved.
+    """
+
+    model: str
+    variants: list[str]
+    seeds: list[int]
+    prompts: list[str]
+    steps: int
+    cfg: float
+    shift: float
+    size: tuple[int, int]
+    sigmas: list[float]
+    noise_hashes: list[str] = field(repr=False)
+    traces: list[SeedTrace] = field(repr=False)
+    ssim_parameters: dict[str, Any] = field(repr=False, default_factory=lambda: dict(SSIM_PARAMETERS))
+    reference_runs: list[Run] = field(repr=False, default_factory=list, metadata={"saved": False})
+    variant_runs: dict[str, list[Run]] = field(repr=False, default_factory=dict, metadata={"saved": False})
+
+    def of(self, variant: str) -> list[SeedTrace]:
+        """The traces of one variant, one a seed.
+
+        Raises:
+            HswqError: no such variant.
+        """
+        if variant not in self.variants:
+            raise HswqError("no such variant was compared", found=variant, expected=", ".join(self.variants))
+        return [trace for trace in self.traces if trace.variant == variant]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a variant, seed and step (from 0); sigma is the noise level that the step started from."""
+        rows = [
+            (trace.variant, trace.seed, trace.prompt, step, self.sigmas[step], *values)
+            for trace in self.traces
+            for step, values in enumerate(
+                zip(trace.cos_latent, trace.cos_x0, trace.mse_latent, trace.mse_x0, strict=True)
+            )
+        ]
+        measures = ["cos_latent", "cos_x0", "mse_latent", "mse_x0"]
+        return pd.DataFrame(rows, columns=["variant", "seed", "prompt", "step", "sigma", *measures])
+
+    def summary(self) -> pd.DataFrame:
+        """One row a variant and seed: final_cos, max_drop, bifurcated, same_image, ssim, psnr (lpips if measured)."""
+        frame = pd.DataFrame(
+            [
+                (
+                    t.variant,
+                    t.seed,
+                    t.final_cos,
+                    t.max_drop,
+                    t.bifurcated,
+                    t.same_image,
+                    t.picture.ssim,
+                    t.picture.psnr,
+                )
+                for t in self.traces
+            ],
+            columns=["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image", "ssim", "psnr"],
+        )
+        distances = [trace.picture.lpips for trace in self.traces]
+        return frame if None in distances else frame.assign(lpips=distances)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Which variants pass the reference gate, in words and in figures."""
+        return Verdict([judge(variant, self.of(variant)) for variant in self.variants])
+
+    def without_runs(self) -> TrajectoryReport:
+        """The same report without latents and pictures (0.8 MB a run at 1024², 20 seeds: what fills the memory)."""
+        return replace(self, reference_runs=[], variant_runs={})
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Result.to_dict`; adds the summary and the verdict, which are computed."""
+        verdicts = [
+            {**json_ready(v), "passed": v.passed, "same_image": v.same_image, "text": v.text}
+            for v in self.verdict.variants
+        ]
+        summary = json_ready(self.summary().to_dict(orient="records"))
+        return {
+            **super().to_dict(),
+            "summary": summary,
+            "verdict": {"passed": self.verdict.passed, "variants": verdicts},
+        }
+
+    def __str__(self) -> str:
+        return self.verdict.text
