@@ -1,4 +1,4 @@
-"""The verdict: does a variant follow the reference closely enough, which seed is the worst, how sure is the mean."""
+"""The verdict: does a variant follow the reference closely enough, and which seed is the worst."""
 
 from __future__ import annotations
 
@@ -55,26 +55,25 @@ class VariantVerdict:
     @property
     def text(self) -> str:
         """The verdict in a line."""
-        judged = self.seeds - len(self.failed)
         low, high = self.interval
         figures = (
-            f"final cosine mean {self.mean:.4f} [{low:.4f}, {high:.4f}] over {judged} seeds, "
-            f"min {self.minimum:.4f} (worst seed {self.worst_seed}), {len(self.bifurcated)} of {self.seeds} bifurcated"
+            f"final cosine mean {self.mean:.4f} [{low:.4f}, {high:.4f}] "
+            f"over {self.seeds - len(self.failed)} seeds, min {self.minimum:.4f}, worst seed {self.worst_seed}, "
+            f"{len(self.bifurcated)} of {self.seeds} bifurcated"
         )
+        if not self.passed:
+            return f"{self.variant}: FAILS the reference gate ({'; '.join(self._reasons())}); {figures}"
+        alike = ", same image on every seed" if self.same_image else ""
+        return f"{self.variant}: passes the reference gate{alike}; {figures}"
+
+    def _reasons(self) -> list[str]:
         reasons = [
-            f"seed {seed} holds NaN or infinity from step {step + 1}" for seed, step in self.failed.items()
+            f"seed {seed} fails with NaN or infinity in step {step}" for seed, step in self.failed.items()
         ]
-        reasons += [f"seed {seed} bifurcates in step {step + 1}" for seed, step in self.bifurcated.items()]
+        reasons += [f"seed {seed} bifurcates in step {step}" for seed, step in self.bifurcated.items()]
         if not self.mean >= GATE_MEAN:
             reasons.append(f"the mean is below {GATE_MEAN}")
-        if reasons:
-            return f"{self.variant}: FAILS the reference gate ({'; '.join(reasons)}); {figures}"
-        praise = (
-            "passes the reference gate, same image on every seed"
-            if self.same_image
-            else "passes the reference gate"
-        )
-        return f"{self.variant}: {praise}; {figures}"
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def judge(variant: str, traces: Sequence[SeedTrace]) -> VariantVerdict:
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples from a fixed seed; NaN for no values."""
+    """Percentile bootstrap interval of the mean (Efron 1979) from a fixed seed; NaN for no values."""
     if not values:
         return math.nan, math.nan
     sample = np.asarray(values, dtype=np.float64)

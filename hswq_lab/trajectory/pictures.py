@@ -43,7 +43,7 @@ class PictureDistance:
 
 
 def distance(reference: Run, other: Run) -> PictureDistance:
-    """Compares the final pictures of two runs of one size, as 8-bit RGB. No pictures (no codec, NaN): all NaN."""
+    """Compares the final pictures of two runs as 8-bit RGB; all NaN where there is none (no codec, NaN)."""
     runs = (reference, other)
     if any(run.codec is None or not bool(torch.isfinite(run.final).all()) for run in runs):
         return PictureDistance()

@@ -74,25 +74,15 @@ class TrajectoryReport(Result):
         return pd.DataFrame(rows, columns=["variant", "seed", "prompt", "step", "sigma", *measures])
 
     def summary(self) -> pd.DataFrame:
-        """One row a variant and seed: final_cos, max_drop, bifurcated, same_image, ssim, psnr (lpips if measured)."""
-        frame = pd.DataFrame(
-            [
-                (
-                    t.variant,
-                    t.seed,
-                    t.final_cos,
-                    t.max_drop,
-                    t.bifurcated,
-                    t.same_image,
-                    t.picture.ssim,
-                    t.picture.psnr,
-                )
-                for t in self.traces
-            ],
-            columns=["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image", "ssim", "psnr"],
-        )
+        """One row a variant and seed: final_cos, max_drop, bifurcated, same_image, ssim, psnr; lpips if measured."""
+        columns = ["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image"]
+        frame = pd.DataFrame([[getattr(t, name) for name in columns] for t in self.traces], columns=columns)
+        frame["ssim"] = [trace.picture.ssim for trace in self.traces]
+        frame["psnr"] = [trace.picture.psnr for trace in self.traces]
         distances = [trace.picture.lpips for trace in self.traces]
-        return frame if None in distances else frame.assign(lpips=distances)
+        if any(distance is not None for distance in distances):
+            frame["lpips"] = pd.Series(distances, dtype="float64")
+        return frame
 
     @property
     def verdict(self) -> Verdict:
@@ -100,20 +90,21 @@ class TrajectoryReport(Result):
         return Verdict([judge(variant, self.of(variant)) for variant in self.variants])
 
     def without_runs(self) -> TrajectoryReport:
-        """The same report without latents and pictures (0.8 MB a run at 1024², 20 seeds: what fills the memory)."""
+        """The same report without latents and pictures, which are what fills the memory."""
         return replace(self, reference_runs=[], variant_runs={})
 
     def to_dict(self) -> dict[str, Any]:
         """See `Result.to_dict`; adds the summary and the verdict, which are computed."""
-        verdicts = [
+        verdict = self.verdict
+        variants = [
             {**json_ready(v), "passed": v.passed, "same_image": v.same_image, "text": v.text}
-            for v in self.verdict.variants
+            for v in verdict.variants
         ]
         summary = json_ready(self.summary().to_dict(orient="records"))
         return {
             **super().to_dict(),
             "summary": summary,
-            "verdict": {"passed": self.verdict.passed, "variants": verdicts},
+            "verdict": {"passed": verdict.passed, "same_image": verdict.same_image, "variants": variants},
         }
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from hswq_lab.models.sampler import Run
 from hswq_lab.trajectory.pictures import PictureDistance
 
 BIFURCATION_DROP = 0.05
-"""A fall of the latent's cosine by more than this in a single step is a bifurcation: the picture became another."""
+"""The latent's cosine falling by more than this in one step is a bifurcation: it became another picture."""
 
 SAME_IMAGE = 0.98
 """From this final cosine on, two final latents are called the same image."""
@@ -28,7 +28,7 @@ class SeedTrace:
         seed: of the common starting noise.
         prompt: of both runs.
         cos_latent: cosine of the latents AFTER each step; the gate rests on it.
-        cos_x0: cosine of the clean latents predicted in each step; shows other pictures long before the latents do.
+        cos_x0: cosine of the clean latents predicted in each step; tells pictures apart earlier.
         mse_latent: mean squared error of the latents after each step.
         mse_x0: mean squared error of the predicted clean latents.
         picture: distance of the decoded final pictures.
