@@ -43,7 +43,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """A dict that `json.dumps` takes: NaN and infinities are None, tensors are lists."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        content = {field.name: json_ready(getattr(self, field.name)) for field in fields if field.repr}
+        content = {field.name: json_ready(getattr(self, field.name)) for field in fields if is_saved(field)}
         return {"result": type(self).__name__, **content}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -92,7 +92,14 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise HswqError("the file cannot be written", file=path, found=error, fix="choose another place") from error
+        raise HswqError(
+            "the file cannot be written", file=path, found=error, fix="choose another place"
+        ) from error
+
+
+def is_saved(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field belongs in a file; `field(metadata={"saved": False})` marks latents and other bulk."""
+    return bool(field.metadata.get("saved", True))
 
 
 def json_ready(value: Any) -> Any:
@@ -108,7 +115,8 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, np.generic):
         return json_ready(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: json_ready(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = [field for field in dataclasses.fields(value) if is_saved(field)]
+        return {field.name: json_ready(getattr(value, field.name)) for field in fields}
     if isinstance(value, dict):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

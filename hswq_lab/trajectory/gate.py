@@ -57,8 +57,8 @@ class VariantVerdict:
         """The verdict in a line."""
         low, high = self.interval
         figures = (
-            f"final cosine mean {self.mean:.4f} [{low:.4f}, {high:.4f}] "
-            f"over {self.seeds - len(self.failed)} seeds, min {self.minimum:.4f}, worst seed {self.worst_seed}, "
+            f"final cosine mean {self.mean:.4f} [{low:.4f}, {high:.4f}] over "
+            f"{self.seeds - len(self.failed)} seeds, min {self.minimum:.4f}, worst seed {self.worst_seed}, "
             f"{len(self.bifurcated)} of {self.seeds} bifurcated"
         )
         if not self.passed:

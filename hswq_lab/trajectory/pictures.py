@@ -58,7 +58,8 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 
     if min(a.shape[:2]) < SSIM_WINDOW:
         return math.nan
-    return float(structural_similarity(a, b, **SSIM_PARAMETERS))
+    value = structural_similarity(a, b, **SSIM_PARAMETERS)  # type: ignore[no-untyped-call]  # skimage has no types
+    return float(value)
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:

@@ -74,7 +74,10 @@ class TrajectoryReport(Result):
         return pd.DataFrame(rows, columns=["variant", "seed", "prompt", "step", "sigma", *measures])
 
     def summary(self) -> pd.DataFrame:
-        """One row a variant and seed: final_cos, max_drop, bifurcated, same_image, ssim, psnr; lpips if measured."""
+        """One row a variant and seed.
+
+        Columns: variant, seed, final_cos, max_drop, bifurcated, same_image, ssim, psnr, lpips if measured.
+        """
         columns = ["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image"]
         frame = pd.DataFrame([[getattr(t, name) for name in columns] for t in self.traces], columns=columns)
         frame["ssim"] = [trace.picture.ssim for trace in self.traces]
