@@ -1,0 +1,262 @@
+"""ImpactReport: what each layer's quantisation alone does to the final latent, and plans by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from hswq_lab.errors import HswqError
+from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, within_budget
+from hswq_lab.quantize.plan import (
+    KEPT,
+    Plan,
+    canonical,
+    layer_format,
+    layer_name,
+    nearest,
+    packed_nbytes,
+    read_json,
+)
+from hswq_lab.quantize.statistics import mean_interval, spearman
+from hswq_lab.results import Result
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+PROXIES = ("weight_error", "weight_power", "output_error", "output_variance")
+
+
+@dataclass(frozen=True)
+class LayerImpact:
+    """One layer in one format.
+
+    Attributes:
+        layer: its name.
+        format: as in a plan; rotation, weight error and activation error are those of this format.
+        n: out features.
+        k: in features.
+        samples: ‖x − x_ref‖²/‖x_ref‖² of the final latent for every (prompt, seed), in the report's order.
+        weight_error: proxy ‖Ŵ − W‖²/‖W‖².
+        weight_power: proxy ‖Ŵ − W‖² · mean x² of the layer's input.
+        output_error: proxy ‖ŷ − y‖²/‖y‖² on captured inputs, activations quantised too.
+        output_variance: proxy ‖ŷ − y‖² / rows on the same inputs: the error in the output's own units.
+    """
+
+    layer: str
+    format: str
+    n: int
+    k: int
+    samples: list[float]
+    weight_error: float = math.nan
+    weight_power: float = math.nan
+    output_error: float = math.nan
+    output_variance: float = math.nan
+
+    @property
+    def impact(self) -> float:
+        """Mean over the samples."""
+        return math.fsum(self.samples) / len(self.samples)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the mean, cut at 0."""
+        low, high = mean_interval(self.samples)
+        return max(0.0, low), high
+
+    @property
+    def group(self) -> int | None:
+        """Rotation group."""
+        return layer_format(self.format, self.k).group
+
+
+@dataclass(frozen=True)
+class ImpactReport(Result):
+    """True impact of every layer on the final latent, one layer quantised at a time.
+
+    Attributes:
+        model: name of the 16-bit model.
+        sha256: of its checkpoint.
+        prompts: one for each seed.
+        seeds: of the starting noises.
+        steps: Euler steps.
+        cfg: guidance scale.
+        shift: noise shift.
+        size: picture size in pixels.
+        scales: how weights were quantised ("sweep", …).
+        rows: layers in network order; for each of them its formats in the order asked for.
+        seconds: how long it took in all.
+    """
+
+    model: str
+    sha256: str
+    prompts: list[str]
+    seeds: list[int]
+    steps: int
+    cfg: float
+    shift: float
+    size: tuple[int, int]
+    scales: str
+    rows: list[LayerImpact]
+    seconds: float = 0.0
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats measured."""
+        return list(dict.fromkeys(row.format for row in self.rows))
+
+    @property
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Layer name → (N, K)."""
+        return {row.layer: (row.n, row.k) for row in self.rows}
+
+    def of(self, layer: str, form: str = "nvfp4") -> LayerImpact:
+        """The row of a layer and format.
+
+        Raises:
+            HswqError: it was not measured.
+        """
+        name, wanted = layer_name(layer), canonical(form, layer)
+        for row in self.rows:
+            if row.layer == name and row.format == wanted:
+                return row
+        raise HswqError(
+            f"the impact of {wanted} on this layer was not measured",
+            tensor=name,
+            fix=nearest(name, self.layers),
+        )
+
+    def ranking(self, form: str = "nvfp4") -> list[str]:
+        """Layer names, the least sensitive first; ties in network order."""
+        wanted = canonical(form, form)
+        rows = [row for row in self.rows if row.format == wanted]
+        if not rows:
+            raise HswqError("this format was not measured", found=wanted, expected=", ".join(self.formats))
+        return [row.layer for row in sorted(rows, key=lambda row: row.impact)]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a layer and format: layer, format, group, n, k, impact, low, high, then the proxies."""
+        return pd.DataFrame(
+            [
+                {
+                    "layer": row.layer,
+                    "format": row.format,
+                    "group": row.group,
+                    "n": row.n,
+                    "k": row.k,
+                    "impact": row.impact,
+                    "low": row.interval[0],
+                    "high": row.interval[1],
+                    **{proxy: getattr(row, proxy) for proxy in PROXIES},
+                }
+                for row in self.rows
+            ]
+        )
+
+    def correlations(self, form: str = "nvfp4") -> dict[str, float]:
+        """Spearman's rank correlation of each proxy with the true impact over the layers."""
+        rows = [self.of(layer, form) for layer in self.ranking(form)]
+        truth = [row.impact for row in rows]
+        return {proxy: spearman([getattr(row, proxy) for row in rows], truth) for proxy in PROXIES}
+
+    def plan(
+        self,
+        nvfp4: int | None = None,
+        *,
+        bits: float | None = None,
+        budget_bytes: int | None = None,
+        final_cos: float | None = None,
+        keep: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """A plan by impact: NVFP4 where it costs least, ConvRot INT8 elsewhere. Give exactly one goal.
+
+        Args:
+            nvfp4: the number of NVFP4 layers, pinned ones included: the least sensitive ones.
+            bits: mean bits a weight over the Linears, scales included, not to be exceeded.
+            budget_bytes: bytes of the Linears' weights with their scales, not to be exceeded.
+            final_cos: smallest plan whose predicted mean final cosine (`predicted_cos`) is at least this.
+            keep: pins, layer glob → format; they win over everything.
+
+        Raises:
+            HswqError: no or several goals, or a goal that cannot be reached.
+        """
+        goals = {"nvfp4": nvfp4, "bits": bits, "budget_bytes": budget_bytes, "final_cos": final_cos}
+        given = [f"{name}={value}" for name, value in goals.items() if value is not None]
+        if len(given) != 1:
+            raise HswqError(
+                "a plan needs exactly one goal", found=given or "none", expected=" or ".join(goals)
+            )
+        options = self._options(keep or {})
+        if nvfp4 is not None:
+            chosen = least_sensitive(options, nvfp4, "nvfp4")
+        elif final_cos is not None:
+            chosen = smallest_that(options, lambda formats: self.predicted_cos(Plan(formats)) >= final_cos)
+        else:
+            total = sum(n * k for n, k in self.layers.values())
+            limit = budget_bytes if budget_bytes is not None else math.floor((bits or 0.0) * total / 8)
+            chosen = within_budget(options, limit)
+        return Plan(
+            chosen, f"{given[0]} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps"
+        )
+
+    def predicted_cos(self, plan: Plan) -> float:
+        """Mean over samples of 1/√(1 + Σ impact): the final cosine if the layers' errors were independent.
+
+        Formats that were not measured count as free. Layers interact, so what is measured may be better or
+        worse: see `hl.pareto`.
+        """
+        totals = [0.0] * len(self.seeds)
+        for layer in self.layers:
+            form = plan.form_of(layer) or KEPT
+            if form != KEPT and (form == "nvfp4" or form in self.formats):
+                totals = [
+                    total + sample for total, sample in zip(totals, self.of(layer, form).samples, strict=True)
+                ]
+        return math.fsum(1 / math.sqrt(1 + total) for total in totals) / len(totals)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ImpactReport:
+        """Reads a report that `save("….json")` wrote.
+
+        Raises:
+            HswqError: the file is no impact report.
+        """
+        content = read_json(path)
+        try:
+            return cls.from_dict(content)  # type: ignore[arg-type]  # a wrong type is one of the errors caught here
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise HswqError("this is no impact report", file=path, found=repr(error)) from error
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> ImpactReport:
+        """The inverse of `to_dict`; layer names may end in ".weight"."""
+        known = {entry.name for entry in fields(LayerImpact)}
+        rows = []
+        for row in content["rows"]:
+            values: dict[str, Any] = {
+                name: math.nan if value is None else value for name, value in row.items() if name in known
+            }
+            rows.append(LayerImpact(**{**values, "layer": layer_name(values["layer"])}))
+        head = {
+            entry.name: content[entry.name] for entry in fields(cls) if entry.name not in ("rows", "size")
+        }
+        return cls(**head, size=(content["size"][0], content["size"][1]), rows=rows)
+
+    def _options(self, keep: Mapping[str, str]) -> dict[str, list[Option]]:
+        pins = Plan(keep)
+        pins.for_layers(self.layers)  # refuses a pin that matches nothing
+        options = {}
+        for layer, shape in self.layers.items():
+            pinned = pins.form_of(layer)
+            formats = ("int8_tensorwise", "nvfp4") if pinned is None else (pinned,)
+            options[layer] = [
+                Option(form, packed_nbytes(form, shape), self._cost(layer, form)) for form in formats
+            ]
+        return options
+
+    def _cost(self, layer: str, form: str) -> float:
+        """The impact of a format; 0 where it was not measured at all (NVFP4 must be)."""
+        return self.of(layer, form).impact if form == "nvfp4" or form in self.formats else 0.0

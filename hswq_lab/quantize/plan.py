@@ -1,0 +1,216 @@
+"""Plan: which layer gets which format; readable, immutable, checked against a model before use."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hswq_lab.errors import HswqError
+from hswq_lab.formats.rotation import group_for
+from hswq_lab.results import write_text
+
+if TYPE_CHECKING:
+    import os
+
+KEPT = "16-bit"
+UNROTATED = "-unrotated"
+ROTATABLE = ("nvfp4", "int8_tensorwise")
+_FORMATS = (*ROTATABLE, *(name + UNROTATED for name in ROTATABLE), "float8_e4m3fn", "float8_e5m2", KEPT)
+_ALIASES = {
+    "int8": "int8_tensorwise",
+    "int8-unrotated": "int8_tensorwise-unrotated",
+    "bf16": KEPT,
+    "bfloat16": KEPT,
+}
+
+
+class LayerFormat(NamedTuple):
+    """The stored format of a layer ("16-bit": left alone) and its rotation group (None: not rotated)."""
+
+    format: str
+    group: int | None
+
+
+class Plan(Mapping[str, str]):
+    """An immutable mapping layer name or glob → format.
+
+    Formats: "nvfp4" and "int8_tensorwise" (short: "int8") are rotated; "nvfp4-unrotated" and
+    "int8_tensorwise-unrotated" are not; "float8_e4m3fn" and "float8_e5m2"; "16-bit" leaves the layer alone.
+    Where several entries match a layer, the last one wins; a layer that none matches stays 16-bit. Names may end
+    in ".weight".
+
+    Args:
+        formats: layer name or shell-style glob → format, the general first, exceptions after it.
+        note: where the plan comes from, for people.
+
+    Raises:
+        HswqError: an unknown format.
+    """
+
+    def __init__(self, formats: Mapping[str, str], note: str = "") -> None:
+        self._formats = {layer_name(pattern): canonical(form, pattern) for pattern, form in formats.items()}
+        self.note = note
+
+    def __getitem__(self, pattern: str) -> str:
+        return self._formats[layer_name(pattern)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+    def __eq__(self, other: object) -> bool:
+        # Order decides which entry wins, so it is part of what a plan is; the note is not.
+        return isinstance(other, Plan) and list(self.items()) == list(other.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __repr__(self) -> str:
+        return f"Plan({self._formats!r})"
+
+    def with_pins(self, keep: Mapping[str, str]) -> Plan:
+        """This plan with further entries that win over all of its own."""
+        pins = Plan(keep)
+        return Plan({p: f for p, f in self.items() if p not in pins} | dict(pins), self.note)
+
+    def for_layers(self, layers: Mapping[str, tuple[int, int]]) -> dict[str, LayerFormat]:
+        """What becomes of every layer of a model.
+
+        Args:
+            layers: layer name → (N, K), as `Model.layers()` gives it.
+
+        Raises:
+            HswqError: an entry that matches no layer of this model (so a plan for another model is refused).
+        """
+        for pattern in self:
+            if not any(_matches(layer, pattern) for layer in layers):
+                raise _unmatched(pattern, layers)
+        return {layer: layer_format(self.form_of(layer) or KEPT, k) for layer, (_, k) in layers.items()}
+
+    def form_of(self, layer: str) -> str | None:
+        """What the last matching entry says, as it is spelled there; None if no entry matches."""
+        return next((self[pattern] for pattern in reversed(self._formats) if _matches(layer, pattern)), None)
+
+    def nbytes(self, layers: Mapping[str, tuple[int, int]]) -> int:
+        """Bytes of the Linears' weights with all scales, an input_scale for every NVFP4 layer included."""
+        return sum(packed_nbytes(form, layers[layer]) for layer, (form, _) in self.for_layers(layers).items())
+
+    def bits(self, layers: Mapping[str, tuple[int, int]]) -> float:
+        """Mean bits a weight over all Linears, scales included."""
+        return 8 * self.nbytes(layers) / sum(n * k for n, k in layers.values())
+
+    def count(self, form: str, layers: Mapping[str, tuple[int, int]]) -> int:
+        """The number of layers that are stored in a format, rotated or not."""
+        return sum(chosen == canonical(form, form) for chosen, _ in self.for_layers(layers).values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {"hswq_plan": 1, "note": self.note, "formats": dict(self)}
+
+    @classmethod
+    def from_dict(cls, content: object, file: str | os.PathLike[str] | None = None) -> Plan:
+        """The inverse of `to_dict`; a bare {layer glob: format} is taken too.
+
+        Raises:
+            HswqError: the content is no plan.
+        """
+        formats = content.get("formats", content) if isinstance(content, dict) else None
+        if not isinstance(formats, dict) or not all(isinstance(form, str) for form in formats.values()):
+            raise HswqError(
+                "this is no plan", file=file, expected='{"formats": {"layer or glob": "format", …}}'
+            )
+        note = content.get("note", "") if isinstance(content, dict) and "formats" in content else ""
+        return cls(formats, str(note))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the plan as JSON that a person can read and edit."""
+        target = Path(path)
+        write_text(target, json.dumps(self.to_dict(), indent=1) + "\n")
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            HswqError: no such file, no JSON, or no plan.
+        """
+        return cls.from_dict(read_json(path), path)
+
+
+def layer_format(form: str, k: int) -> LayerFormat:
+    """A plan's format for a layer of K inputs, with the rotation group that belongs to K."""
+    stored = form.removesuffix(UNROTATED)
+    return LayerFormat(stored, group_for(k) if form in ROTATABLE else None)
+
+
+def packed_nbytes(form: str, shape: tuple[int, int]) -> int:
+    """Bytes of a weight (N, K) on disk in a format, scales and padding included, markers not."""
+    n, k = shape
+    form = form.removesuffix(UNROTATED)
+    if form == "nvfp4":
+        rows, columns = _ceil_to(n, 16), _ceil_to(k, 16)
+        return rows * columns // 2 + _ceil_to(n, 128) * _ceil_to(columns // 16, 4) + 4 + 4
+    if form == "int8_tensorwise":
+        return n * k + 4 * n
+    return 2 * n * k if form == KEPT else n * k + 4
+
+
+def canonical(form: str, pattern: str) -> str:
+    """The one spelling of a format.
+
+    Raises:
+        HswqError: there is no such format.
+    """
+    known = _ALIASES.get(form, form)
+    if known not in _FORMATS:
+        raise HswqError("unknown format in a plan", tensor=pattern, found=form, expected=", ".join(_FORMATS))
+    return known
+
+
+def layer_name(name: str) -> str:
+    """A layer's name from its own or its weight's name."""
+    return name.removesuffix(".weight")
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """A hint for an unknown name: the most similar known one."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
+    return f"the nearest name is {close[0]}" if close else None
+
+
+def read_json(path: str | os.PathLike[str]) -> object:
+    """The content of a JSON file.
+
+    Raises:
+        HswqError: the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HswqError("the file cannot be read", file=path, found=error) from error
+    except ValueError as error:
+        raise HswqError("the file is not JSON", file=path, found=error) from error
+
+
+def _matches(layer: str, pattern: str) -> bool:
+    return layer == pattern or fnmatchcase(layer, pattern)
+
+
+def _unmatched(pattern: str, layers: Mapping[str, tuple[int, int]]) -> HswqError:
+    return HswqError(
+        "the plan names a layer that this model does not have",
+        tensor=pattern,
+        found=f"0 of {len(layers)} layers match",
+        fix=nearest(pattern, layers),
+    )
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
