@@ -1,0 +1,127 @@
+"""Which files make up a checkpoint: one file, an index with its shards, or a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_SHARD = re.compile(r"^(?P<stem>.*?)-?(?P<number>\d+)-?of-?(?P<count>\d+)\.safetensors$")
+_MAX_INDEX_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files of a checkpoint.
+
+    Attributes:
+        files: safetensors files, in order.
+        index: tensor → file, where an index says so; else None.
+        warnings: for the reader.
+    """
+
+    files: list[Path]
+    index: dict[str, Path] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def locate(path: Path) -> FileSet:
+    """Find the files that a path stands for.
+
+    Args:
+        path: a .safetensors file, a `*.index.json`, or a folder that holds either (or holds `transformer/`).
+
+    Raises:
+        HswqError: nothing there, more than one candidate, or an index that is wrong or leads out of its folder.
+    """
+    if path.is_dir():
+        return _in_folder(path)
+    if path.name.endswith(".index.json"):
+        return _from_index(path)
+    warnings = []
+    shard = _SHARD.match(path.name)
+    if shard is not None and int(shard["count"]) > 1:
+        warnings.append(
+            f"{path.name} is one of {shard['count']} parts; only its tensors are read (open the folder for all)"
+        )
+    return FileSet([path], None, warnings)
+
+
+def _in_folder(folder: Path) -> FileSet:
+    if (folder / "transformer").is_dir():
+        folder = folder / "transformer"
+    indexes = sorted(folder.glob("*.index.json"))
+    if len(indexes) == 1:
+        return _from_index(indexes[0])
+    files = sorted(folder.glob("*.safetensors"))
+    parts = [(match, file) for file in files if (match := _SHARD.match(file.name))]
+    whole = [file for file in files if not _SHARD.match(file.name)]
+    stems = {match["stem"] for match, _ in parts}
+    if not indexes and len(stems) == 1:
+        # A complete set of parts without an index; other files beside it (LoRAs, a text encoder) are something else.
+        numbers = {int(match["number"]): file for match, file in parts}
+        count = int(parts[0][0]["count"])
+        if sorted(numbers) != list(range(1, count + 1)):
+            raise HswqError(
+                "parts of the checkpoint are missing", file=folder, found=sorted(numbers), expected=count
+            )
+        return FileSet([numbers[number] for number in sorted(numbers)])
+    if not indexes and not parts and len(whole) == 1:
+        return FileSet(whole)
+    candidates = ", ".join(file.name for file in [*indexes, *files]) or "no .safetensors file"
+    raise HswqError(
+        "the folder does not hold exactly one checkpoint",
+        file=folder,
+        found=candidates[:500],
+        expected="one .safetensors file, one *.index.json, or a transformer/ folder with one",
+        fix="give the file itself",
+    )
+
+
+def _from_index(path: Path) -> FileSet:
+    try:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise HswqError(
+                "the index is too large", file=path, found=path.stat().st_size, expected=_MAX_INDEX_BYTES
+            )
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise HswqError("the file does not exist", file=path, fix="check the name and the folder") from error
+    except OSError as error:
+        raise HswqError("the index cannot be read", file=path, found=error) from error
+    except (ValueError, RecursionError) as error:
+        raise HswqError("the index is not valid JSON", file=path, found=str(error)[:200]) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HswqError("the index has no weight_map", file=path)
+    named = {file for file in weight_map.values() if isinstance(file, str)}
+    if len(named) != len(set(map(repr, weight_map.values()))):
+        raise HswqError("the index maps a tensor to something that is no file name", file=path)
+    shards = {name: _shard(path, name) for name in sorted(named)}
+    return FileSet(list(shards.values()), {tensor: shards[name] for tensor, name in weight_map.items()})
+
+
+def _shard(index: Path, name: str) -> Path:
+    """The file of a shard, which must lie in the index's folder (or, through a link, in a hub cache's blobs)."""
+    shard = index.parent / name
+    if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+        raise HswqError(
+            "the index leads out of its folder", file=index, found=name[:200], expected="a bare file name"
+        )
+    if not shard.is_file():
+        raise HswqError("a shard named by the index does not exist", file=index, found=name[:200])
+    folder = index.parent.resolve()
+    # The hub's cache keeps snapshots/<revision>/<name> as links to blobs/<hash>.
+    blobs = folder.parent.parent / "blobs"
+    if shard.resolve().parent not in (folder, blobs, folder.parent.parent.parent / "blobs"):
+        raise HswqError(
+            "a shard is a link that leads out of the index's folder", file=index, found=shard.resolve()
+        )
+    return shard

@@ -1,0 +1,109 @@
+"""Open the files of a checkpoint together: merge shards, take off the prefix, sort into slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hswq_lab.checkpoint.files import FileSet, locate
+from hswq_lab.checkpoint.findings import warning_texts
+from hswq_lab.checkpoint.index import Index, build_index
+from hswq_lab.checkpoint.markers import METADATA_KEY, merge_metadata
+from hswq_lab.checkpoint.prefixes import Naming, find_prefix
+from hswq_lab.checkpoint.source import FileSource, Stored
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hswq_lab.checkpoint.readings import Reading
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What `open_files` found; see the attributes of `Checkpoint`."""
+
+    sources: tuple[FileSource, ...]
+    index: Index
+    metadata: dict[str, str]
+    naming: Naming
+    warnings: list[str]
+
+
+def open_files(path: Path, reading: Reading, shapes: Mapping[str, tuple[int, int]] | None = None) -> Opened:
+    """Open whatever `path` stands for; broken layers become findings of the index.
+
+    Raises:
+        HswqError: the files themselves cannot be used (missing, damaged, contradicting each other).
+    """
+    files = locate(path)
+    sources = tuple(FileSource(file) for file in files.files)
+    tensors = _merge(sources, files, path)
+    metadata = _merge_metadata(sources, path)
+    prefix = find_prefix(tensors)
+    foreign = frozenset(name for name in tensors if not name.startswith(prefix))
+    stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if len(stored) != len(tensors):
+        twice = next(name for name in foreign if prefix + name in tensors)
+        raise HswqError(
+            "a tensor is there with and without prefix",
+            file=path,
+            tensor=twice,
+            found=f"{twice} and {prefix}{twice}",
+        )
+    index = build_index(stored, metadata, reading, shapes)
+    warnings = files.warnings + warning_texts(index.findings)
+    return Opened(sources, index, metadata, Naming(prefix, foreign), warnings)
+
+
+def _merge(sources: tuple[FileSource, ...], files: FileSet, path: Path) -> dict[str, Stored]:
+    """All files' tensors by name, file by file in the order of their data."""
+    tensors: dict[str, Stored] = {}
+    for source in sources:
+        for name, info in source.header.tensors.items():
+            if name in tensors:
+                found = f"{tensors[name].path.name} and {source.path.name}"
+                raise HswqError(
+                    "two parts of the checkpoint hold the same tensor", file=path, tensor=name, found=found
+                )
+            tensors[name] = Stored(source, info)
+    if files.index is not None:
+        _check_index(files.index, tensors, path)
+    return tensors
+
+
+def _check_index(index: Mapping[str, Path], tensors: Mapping[str, Stored], path: Path) -> None:
+    for name, file in index.items():
+        if name not in tensors or tensors[name].path != file:
+            raise HswqError(
+                "the index names a tensor that its part does not hold",
+                file=path,
+                tensor=name,
+                expected=file.name,
+            )
+    extra = next((name for name in tensors if name not in index), None)
+    if extra is not None:
+        raise HswqError(
+            "a part holds a tensor that the index does not name",
+            file=path,
+            tensor=extra,
+            found=tensors[extra].path.name,
+        )
+
+
+def _merge_metadata(sources: tuple[FileSource, ...], path: Path) -> dict[str, str]:
+    """The parts' metadata as one: layer lists are joined, anything else must agree."""
+    merged: dict[str, str] = {}
+    for source in sources:
+        for key, value in source.header.metadata.items():
+            if key == METADATA_KEY and key in merged:
+                merged[key] = merge_metadata(merged[key], value)
+            elif merged.setdefault(key, value) != value:
+                raise HswqError(
+                    "two parts of the checkpoint disagree in their metadata",
+                    file=path,
+                    tensor=key,
+                    found=f"{merged[key][:80]!r} and {value[:80]!r}",
+                )
+    return merged

@@ -1,0 +1,211 @@
+"""Slots: one for each name of a checkpoint; what it holds is known at once, its tensors are read on demand."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hswq_lab.checkpoint.readings import COMFY, Reading
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, PackedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hswq_lab.checkpoint.source import Stored
+
+Value = Tensor | PackedWeight
+UNPACKED = "16-bit"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a name holds, told from header and marker alone.
+
+    Attributes:
+        format: "16-bit" for any unpacked tensor, else e.g. "nvfp4", "int8_tensorwise", "float8_e4m3fn".
+        shape: logical (N, K) of a packed weight, else the tensor's shape.
+        dtype: of the stored weight or tensor.
+        group: rotation group of the stored values, None where they are not rotated.
+        nbytes: on disk, scales included, marker and bias not.
+        calibrated: whether an input_scale is there.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int | None = None
+    nbytes: int = 0
+    calibrated: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the value is a PackedWeight."""
+        return self.format != UNPACKED
+
+
+class Slot(ABC):
+    """A value of a checkpoint that may not be in memory yet."""
+
+    entry: Entry
+
+    @abstractmethod
+    def load(self) -> Value:
+        """The value; raises HswqError where the stored bytes break a rule of their format."""
+
+    def renamed(self, name: str) -> Slot:
+        """The same value under another name."""
+        return RenamedSlot(replace(self.entry, name=name), self)
+
+
+@dataclass(frozen=True)
+class RenamedSlot(Slot):
+    """A slot whose file calls it differently."""
+
+    entry: Entry
+    inner: Slot
+
+    def load(self) -> Value:
+        """See `Slot.load`."""
+        return self.inner.load()
+
+
+@dataclass(frozen=True)
+class MemorySlot(Slot):
+    """A value that is in memory."""
+
+    entry: Entry
+    value: Value
+
+    def load(self) -> Value:
+        """See `Slot.load`."""
+        return self.value
+
+
+def memory_slot(name: str, value: Value) -> MemorySlot:
+    """A slot for a tensor or packed weight in memory."""
+    if isinstance(value, PackedWeight):
+        parts = value.disk_tensors()
+        calibrated = "input_scale" in parts
+        shape, dtype = tuple(value.shape), parts["weight"].dtype
+        entry = Entry(name, value.format, shape, dtype, value.group, value.nbytes, calibrated)
+    else:
+        entry = Entry(name, UNPACKED, tuple(value.shape), value.dtype, None, value.nbytes)
+    return MemorySlot(entry, value)
+
+
+@dataclass(frozen=True)
+class PlainSlot(Slot):
+    """A tensor in a file, taken as it is."""
+
+    entry: Entry
+    stored: Stored
+
+    def load(self) -> Tensor:
+        """See `Slot.load`."""
+        return self.stored.read()
+
+
+def plain_slot(name: str, stored: Stored) -> PlainSlot:
+    """A slot for a tensor in a file."""
+    return PlainSlot(Entry(name, UNPACKED, stored.shape, stored.dtype, None, stored.nbytes), stored)
+
+
+@dataclass(frozen=True)
+class PackedSlot(Slot):
+    """A packed weight in a file.
+
+    Attributes:
+        parts: stored tensors by role: "weight", "weight_scale", "weight_scale_2", "input_scale".
+        reading: how its producer laid out NVFP4.
+    """
+
+    entry: Entry
+    parts: Mapping[str, Stored]
+    reading: Reading = COMFY
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the weight."""
+        return self.parts["weight"].path
+
+    def load(self) -> PackedWeight:
+        """See `Slot.load`."""
+        try:
+            weight = self._build()
+        except HswqError as error:
+            if error.file is not None:
+                raise
+            raise located(error, self.path, self.entry.name) from error
+        weight.validate(tensor=self.entry.name.removesuffix(".weight"), file=self.path)
+        return weight
+
+    def _build(self) -> PackedWeight:
+        n, k = self.entry.shape
+        match self.entry.format:
+            case "nvfp4":
+                codes = self.reading.codes(self.parts["weight"].read())
+                scales = block_scales(self.parts["weight_scale"])
+                scales = self.reading.block_scales(scales, codes.shape[0], codes.shape[1] // 8)
+                scale = self.reading.tensor_scale(scalar(self.parts["weight_scale_2"]))
+                return Nvfp4Weight(codes, scales, scale, (n, k), self.entry.group, self._input_scale())
+            case "int8_tensorwise":
+                stored = self.parts["weight_scale"]
+                one = math.prod(stored.shape) == 1 and stored.shape != (n, 1)
+                scale = scalar(stored) if one else stored.read().float().reshape(n, 1)
+                return Int8Weight(self.parts["weight"].read(), scale, (n, k), self.entry.group)
+            case "float8_e4m3fn" | "float8_e5m2":
+                found = self.parts.get("weight_scale")
+                scale = torch.ones(()) if found is None else scalar(found)
+                return Fp8Weight(self.parts["weight"].read(), scale, (n, k), self._input_scale())
+            case other:
+                raise HswqError("no reader for this format", tensor=self.entry.name, found=other)
+
+    def _input_scale(self) -> Tensor | None:
+        stored = self.parts.get("input_scale")
+        return None if stored is None else self.reading.tensor_scale(scalar(stored))
+
+
+def located(error: HswqError, file: Path | None, tensor: str) -> HswqError:
+    """The same error, naming the file, and the tensor if it names none."""
+    return HswqError(
+        error.problem,
+        file=file,
+        tensor=error.tensor or tensor,
+        found=error.found,
+        expected=error.expected,
+        fix=error.fix,
+    )
+
+
+def scalar(stored: Stored) -> Tensor:
+    """A stored scale as an fp32 scalar, whatever float dtype or one-element shape it has."""
+    return stored.read().float().reshape(())
+
+
+def block_scales(stored: Stored) -> Tensor:
+    """Stored block scales as float8_e4m3fn: as they are, from their uint8 view, or back from a wider float.
+
+    Raises:
+        HswqError: wider floats that are no E4M3 numbers, so that a cast would change them.
+    """
+    scales = stored.read()
+    if scales.dtype == torch.uint8:
+        return scales.view(torch.float8_e4m3fn)
+    if scales.dtype == torch.float8_e4m3fn:
+        return scales
+    narrow = scales.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    if not torch.equal(narrow.float(), scales.float()):
+        raise HswqError(
+            "block scales are stored in a wide dtype and are no E4M3 numbers",
+            tensor=stored.info.name,
+            found=stored.dtype,
+        )
+    return narrow
