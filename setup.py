@@ -2,14 +2,14 @@
 
 Everything that describes the package stands in pyproject.toml; this file only knows how to compile csrc/.
 
-* csrc/cpu/kernels_*.cpp hold the same mathematics once per instruction set, so each gets flags of its own; which one runs
-  is chosen at run time (csrc/cpu/isa.cpp). `-ffp-contract=off` everywhere: a fused multiply-add would change bits.
-* csrc/bindings.cpp is the only file that sees pybind11, and is compiled at -O1 because its headers dominate the build.
+* csrc/cpu/kernels_*.cpp hold the same mathematics once per instruction set, so each gets flags of its own; which
+  one runs is chosen at run time (csrc/cpu/isa.cpp). `-ffp-contract=off`: a fused multiply-add would change bits.
+* csrc/bindings.cpp is the only file that sees pybind11, compiled at -O1: its headers dominate the build.
 * csrc/cuda/*.cu are compiled by nvcc with a static CUDA runtime; nothing links torch.
 
-Environment: HSWQ_LAB_CUDA=0 leaves CUDA out; HSWQ_LAB_REQUIRE_CUDA=1 makes a missing or failing CUDA part an error;
-HSWQ_LAB_REQUIRE_CPU=1 does the same for the C++ part (without it the pure-torch reference serves); NVCC and CUDA_HOME
-point at a toolkit.
+Environment: HSWQ_LAB_CUDA=0 leaves CUDA out; HSWQ_LAB_REQUIRE_CUDA=1 makes a missing or failing CUDA part an
+error; HSWQ_LAB_REQUIRE_CPU=1 does the same for the C++ part (without it the pure-torch reference serves); NVCC
+and CUDA_HOME point at a toolkit.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ CSRC = ROOT / "csrc"
 BUILD_ERRORS = (CCompilerError, BaseError, OSError, subprocess.SubprocessError)
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
+AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
+AVX512 = (
+    f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vnni -mprefer-vector-width=512"
+)
 ISA_FLAGS = {
-    "baseline": [],
-    "avx2": ["-mavx2", "-mf16c", "-mbmi2"],
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mavx512vnni", "-mavx512bf16"),
-        *("-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
-    ],
-    "amx": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "avx2": AVX2.split(),
+    "avx512": AVX512.split(),
+    "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split(),
 }
 MATH_FLAGS = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra", "-Werror=return-type"]
-# What to generate for, best first in meaning: PTX for every card from Ampere on, wgmma on Hopper, FP4 on Blackwell.
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra"]
+# PTX for every card from Ampere on, wgmma on Hopper, FP4 on Blackwell.
 CUDA_TARGETS = {
     "80": "arch=compute_80,code=[sm_80,compute_80]",
     "90a": "arch=compute_90a,code=sm_90a",
@@ -68,7 +68,8 @@ class Nvcc:
         if top is None:
             raise OSError(f"{path} does not answer --dryrun as nvcc does")
         self.home = Path(top.group(1).strip())
-        known = subprocess.run([path, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+        listed = subprocess.run([path, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+        known = listed.stdout.split()
         major, minor = self.version
         family = (major, minor) >= (12, 9)  # "f" targets (family specific) came with CUDA 12.9
         self.targets = [
@@ -104,7 +105,7 @@ class Nvcc:
 
 
 class BuildKernels(build_ext):
-    """build_ext with flags per file, parallel and incremental, and an honest answer when a part cannot be built."""
+    """build_ext with flags per file, parallel and incremental, honest about a part that cannot be built."""
 
     def build_extension(self, ext: Extension) -> None:
         missing = Path(self.build_lib) / "hswq_lab" / "_C_missing.txt"
@@ -134,8 +135,8 @@ class BuildKernels(build_ext):
             reason = f"nvcc failed: {error}"
             loud(f"the CUDA part was NOT built, only the CPU part. {reason}")
             cuda, cuda_objects = [], []
-        binding = [*self.macros(bool(cuda), reason), "-O1", *(f"-I{path}" for path in self.binding_includes())]
-        objects += self.compile_all([(CSRC / "bindings.cpp", binding, cxx)])
+        flags = ["-O1", *self.macros(reason, with_cuda=bool(cuda)), *self.binding_includes()]
+        objects += self.compile_all([(CSRC / "bindings.cpp", flags, cxx)])
         link = [str(self.nvcc.static_runtime), "-ldl", "-lrt", "-lpthread"] if cuda else ["-lpthread"]
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -162,15 +163,15 @@ class BuildKernels(build_ext):
                 raise
             return [], str(error)
         codes = [f"-gencode={CUDA_TARGETS[name]}" for name in self.nvcc.targets]
-        flags = [*codes, "-O3", "--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static"]
+        flags = [*codes, "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static"]
         return [(source, flags, [self.nvcc.path]) for source in sorted(CSRC.glob("cuda/*.cu"))], ""
 
-    def macros(self, cuda: bool, reason: str) -> list[str]:
-        targets = ",".join(self.nvcc.targets) if cuda else ""
-        version = ".".join(map(str, self.nvcc.version)) if cuda else ""
+    def macros(self, reason: str, *, with_cuda: bool) -> list[str]:
+        targets = ",".join(self.nvcc.targets) if with_cuda else ""
+        version = ".".join(map(str, self.nvcc.version)) if with_cuda else ""
         clean = re.sub(r"[^ -~]|[\"\\]", " ", reason)
         return [
-            f"-DHSWQ_WITH_CUDA={int(cuda)}",
+            f"-DHSWQ_WITH_CUDA={int(with_cuda)}",
             f'-DHSWQ_CUDA_REASON="{clean}"',
             f'-DHSWQ_CUDA_TARGETS="{targets}"',
             f'-DHSWQ_CUDA_VERSION="{version}"',
@@ -179,22 +180,22 @@ class BuildKernels(build_ext):
     def binding_includes(self) -> list[str]:
         import pybind11  # only needed to build, and absent from an installed environment
 
-        return [pybind11.get_include(), *self.include_dirs]
+        return [f"-I{path}" for path in (pybind11.get_include(), *self.include_dirs)]
 
     def compile_all(self, jobs: list[tuple[Path, list[str], list[str]]]) -> list[Path]:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return list(pool.map(lambda job: compile_one(*job), jobs))
 
     def copy_extensions_to_source(self) -> None:
-        """The editable install: rename over the old module, so that a running process keeps the one it has mapped."""
+        """The editable install: rename over the old module; a running process keeps the one it has mapped."""
         build_py = self.get_finalized_command("build_py")
         for ext in self.extensions:
-            target, built = self._get_inplace_equivalent(build_py, ext)
-            if os.path.exists(built):
-                shutil.copyfile(built, target + ".new")
-                os.replace(target + ".new", target)
+            target, built = map(Path, self._get_inplace_equivalent(build_py, ext))
+            if built.exists():
+                shutil.copyfile(built, target.with_suffix(".new"))
+                target.with_suffix(".new").replace(target)
             else:
-                Path(target).unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
 
 
 def isa_flags(source: Path) -> list[str]:

@@ -1,0 +1,132 @@
+"""Which implementation of the kernels runs: what is built, what is usable here, what a caller has asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from hswq_lab.errors import HswqError
+
+BackendName = Literal["reference", "cpu", "cuda"]
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    try:
+        from hswq_lab import _C  # noqa: PLC0415 - whether it is there is the question
+    except ImportError as error:
+        note = Path(__file__).with_name("_C_missing.txt")
+        built = note.read_text(encoding="utf-8").strip() if note.is_file() else str(error)
+        return None, f"the extension is not built ({built}); run pip install again where a C++ compiler is"
+    return _C, ""
+
+
+native, _missing = _load()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the kernels.
+
+    Attributes:
+        name: "reference" (pure torch, any device), "cpu" or "cuda".
+        built: whether it is in this installation.
+        usable: whether it can run on this machine.
+        targets: instruction sets (cpu) or architectures (cuda) that are built in, best last.
+        active: the instruction set or card that is used, "" if none.
+        native_fp4: whether W4A4 runs on FP4 tensor cores here; elsewhere other means give the same numbers.
+        why: the reason why it is not built or not usable, "" if it is.
+    """
+
+    name: BackendName
+    built: bool
+    usable: bool
+    targets: tuple[str, ...]
+    active: str
+    native_fp4: bool
+    why: str
+
+
+def backends() -> dict[str, Backend]:
+    """What is built and what is usable here, by name."""
+    reference = Backend("reference", True, True, (), f"torch {torch.__version__}", False, "")
+    return {"reference": reference, "cpu": _cpu(), "cuda": _cuda()}
+
+
+def describe_backends() -> str:
+    """`backends` as text, a line each."""
+    lines = []
+    for backend in backends().values():
+        state = "ready" if backend.usable else ("built" if backend.built else "not built")
+        detail = ", ".join(
+            filter(None, (backend.active, "built for " + " ".join(backend.targets), backend.why))
+        )
+        lines.append(f"{backend.name:<10} {state:<10} {detail}")
+    return "\n".join(lines)
+
+
+def _cpu() -> Backend:
+    if native is None:
+        return Backend("cpu", False, False, (), "", False, _missing)
+    return Backend("cpu", True, True, tuple(native.built_isas), native.isa(), False, "")
+
+
+def _cuda() -> Backend:
+    if native is None or not native.cuda_built:
+        return Backend(
+            "cuda", False, False, (), "", False, _missing if native is None else native.cuda_reason
+        )
+    targets = tuple(native.cuda_targets.split(","))
+    if not torch.cuda.is_available():
+        reason = "torch sees no CUDA card" if torch.version.cuda else "this torch is a CPU build"
+        return Backend("cuda", True, False, targets, "", False, reason)
+    return Backend(
+        "cuda", True, False, targets, torch.cuda.get_device_name(), False, "its kernels are not wired up yet"
+    )
+
+
+_asked: ContextVar[BackendName | None] = ContextVar("hswq_lab_backend", default=None)
+
+
+@contextmanager
+def use_backend(name: BackendName) -> Iterator[None]:
+    """Within this context every op runs in the named implementation, or raises; for tests and comparisons.
+
+    Args:
+        name: "reference", "cpu" or "cuda".
+
+    Raises:
+        HswqError: there is no such back end, or it cannot run here.
+    """
+    known = backends()
+    if name not in known:
+        raise HswqError("unknown back end", found=name, expected=" | ".join(known))
+    if not known[name].usable:
+        raise HswqError(f"the back end {name!r} cannot be used here", found=known[name].why)
+    token = _asked.set(name)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def backend_for(device: torch.device) -> BackendName:
+    """The back end that runs an op on tensors of this device now.
+
+    Raises:
+        HswqError: `use_backend` asked for one that does not serve this device.
+    """
+    asked = _asked.get()
+    if asked is None:
+        return "cpu" if device.type == "cpu" and native is not None else "reference"
+    if asked not in ("reference", device.type):
+        raise HswqError(
+            f"the back end {asked!r} was asked for, but the tensors are elsewhere", found=str(device)
+        )
+    return asked

@@ -1,0 +1,74 @@
+"""The ops of `hswq_lab._library` in plain torch, any device: the functions of formats/ under the ops' own signatures."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hswq_lab import formats
+from hswq_lab.formats.block_scales import Method
+
+Pair = tuple[Tensor, Tensor]
+
+fp4_gemm = formats.fp4_gemm
+linear_w4a4 = formats.linear_w4a4
+linear_w4a8 = formats.linear_w4a8
+linear_w4a16 = formats.linear_w4a16
+linear_int8 = formats.linear_int8
+quantize_int8 = formats.quantize_int8
+requantize_int8 = formats.requantize_int8
+dequantize_int8 = formats.dequantize_int8
+swizzle = formats.swizzle
+unswizzle = formats.unswizzle
+
+
+def amax(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
+
+
+def rotate(x: Tensor, group: int | None) -> Tensor:
+    return x.clone() if group is None else formats.rotate(x, group)
+
+
+def quantize_nvfp4(
+    x: Tensor,
+    tensor_scale: Tensor,
+    group: int | None,
+    method: str,
+    importance: Tensor | None,
+    seed: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rotated = formats.rotate_fp32(x, group)
+    codes, scales = formats.quantize_nvfp4(rotated, tensor_scale, cast(Method, method), importance, seed)
+    return codes, scales, _clipped(rotated, tensor_scale)
+
+
+def requantize_nvfp4(x: Tensor, tensor_scale: Tensor, scales: Tensor, group: int | None, seed: int) -> Pair:
+    return formats.requantize_nvfp4(formats.rotate_fp32(x, group), tensor_scale, scales, seed)
+
+
+def dequantize_nvfp4(
+    codes: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    group: int | None,
+) -> Tensor:
+    rows, cols = shape
+    if group is None:
+        return formats.dequantize_nvfp4(codes, scales, tensor_scale, (rows, cols), dtype)
+    values = formats.dequantize_nvfp4(codes, scales, tensor_scale, (rows, cols), torch.float32)
+    return formats.rotate_fp32(values, group).to(dtype)
+
+
+def _clipped(rotated: Tensor, tensor_scale: Tensor) -> Tensor:
+    """How many blocks of 16 have ``amax / 6 / s > 448``, int64 scalar."""
+    padded = torch.nn.functional.pad(rotated, (0, -rotated.shape[1] % 16))
+    b = padded.reshape(rotated.shape[0], -1, 16).abs().amax(dim=2) / 6.0
+    return ((b / tensor_scale.float() > 448.0) & (b != 0)).sum()
