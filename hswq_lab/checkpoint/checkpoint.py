@@ -1,4 +1,4 @@
-"""Checkpoint: a lazy mapping from parameter names to tensors and packed weights, from files or from memory."""
+"""Checkpoint: a lazy mapping from parameter names to tensors and packed weights, from files or memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Mapping[str, Value]):
-    """Parameters by their native name without prefix, e.g. "layers.0.attention.qkv.weight"; read when asked for.
+    """Parameters by native name without prefix, e.g. "layers.0.attention.qkv.weight"; read when asked for.
 
-    A weight in a number format is one `PackedWeight`; its scales and marker have no key of their own. Everything else,
-    biases and tensors that nobody knows included, is a tensor under its name. Immutable; nothing that was read is kept.
+    A weight in a number format is one `PackedWeight`; its scales and marker have no key of their own.
+    Everything else, biases and tensors that nobody knows included, is a tensor under its name. Immutable;
+    nothing that was read is kept.
 
     Attributes:
         path: of the file, index or folder; None in memory.
@@ -70,7 +71,7 @@ class Checkpoint(Mapping[str, Value]):
         reading: Reading = COMFY,
         shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> Checkpoint:
-        """Open a .safetensors file, a sharded one by its `*.index.json`, or a (diffusers) folder; headers only are read.
+        """Open a .safetensors file, a `*.index.json` with its parts, or a (diffusers) folder; headers only.
 
         Args:
             path: what to open.
@@ -158,7 +159,7 @@ class Checkpoint(Mapping[str, Value]):
     def with_values(
         self, values: Mapping[str, Value], metadata: Mapping[str, object] | None = None
     ) -> Checkpoint:
-        """A checkpoint in which some names have other values (and new names are added); this one does not change.
+        """A checkpoint in which some names have other values (or are new); this one does not change.
 
         Args:
             values: by parameter name.
@@ -198,7 +199,7 @@ class Checkpoint(Mapping[str, Value]):
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the content: of the one file it comes from, else of the files' or values' digests in order."""
+        """SHA-256 of the content: of the file it comes from, else over its files or over its values."""
         if self.path is not None and len(self.sources) == 1:
             return self.sources[0].sha256()
         digest = hashlib.sha256()

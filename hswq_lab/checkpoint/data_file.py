@@ -25,10 +25,10 @@ ALIGNMENT = 8  # the widest dtype; readers view the bytes in place
 class DataFile:
     """Takes tensors one by one and becomes a safetensors file.
 
-    The header lies in front of the data but is known last. Up to `HOLD_BYTES` of tensors wait in memory, so that a small
-    file gets a header that fits exactly; beyond that `RESERVED_BYTES` are kept free for it and filled with spaces, as the
-    format allows. Tensors whose size would misalign what follows, and those that the caller calls small, go to the end of
-    the file, the widest dtype first, then by name.
+    The header lies in front of the data but is known last. Up to `HOLD_BYTES` of tensors wait in memory, so
+    that a small file gets a header that fits exactly; beyond that `RESERVED_BYTES` are kept free for it and
+    filled with spaces, as the format allows. Tensors whose size would misalign what follows, and those that
+    the caller calls small, go to the end of the file, the widest dtype first, then by name.
 
     Args:
         target: see `PartialFile`.

@@ -39,7 +39,8 @@ def locate(path: Path) -> FileSet:
         path: a .safetensors file, a `*.index.json`, or a folder that holds either (or holds `transformer/`).
 
     Raises:
-        HswqError: nothing there, more than one candidate, or an index that is wrong or leads out of its folder.
+        HswqError: nothing there, more than one candidate, or an index that is wrong or leads out of its
+            folder.
     """
     if path.is_dir():
         return _in_folder(path)
@@ -48,9 +49,7 @@ def locate(path: Path) -> FileSet:
     warnings = []
     shard = _SHARD.match(path.name)
     if shard is not None and int(shard["count"]) > 1:
-        warnings.append(
-            f"{path.name} is one of {shard['count']} parts; only its tensors are read (open the folder for all)"
-        )
+        warnings.append(f"{path.name} is one of {shard['count']} parts, read alone; open the folder for all")
     return FileSet([path], None, warnings)
 
 
@@ -65,7 +64,8 @@ def _in_folder(folder: Path) -> FileSet:
     whole = [file for file in files if not _SHARD.match(file.name)]
     stems = {match["stem"] for match, _ in parts}
     if not indexes and len(stems) == 1:
-        # A complete set of parts without an index; other files beside it (LoRAs, a text encoder) are something else.
+        # A complete set of parts without an index; other files beside it (LoRAs, a text encoder) are
+        # something else.
         numbers = {int(match["number"]): file for match, file in parts}
         count = int(parts[0][0]["count"])
         if sorted(numbers) != list(range(1, count + 1)):
@@ -109,7 +109,7 @@ def _from_index(path: Path) -> FileSet:
 
 
 def _shard(index: Path, name: str) -> Path:
-    """The file of a shard, which must lie in the index's folder (or, through a link, in a hub cache's blobs)."""
+    """The file of a shard, which must lie in the index's folder (or, by a link, in a hub cache's blobs)."""
     shard = index.parent / name
     if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
         raise HswqError(

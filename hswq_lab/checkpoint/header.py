@@ -1,7 +1,8 @@
 """The header of a safetensors file: read with every rule checked, written deterministically.
 
-Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON object
-name → {dtype, shape, data_offsets} with an optional `__metadata__` of strings, then the tensors' bytes without holes.
+Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
+object name → {dtype, shape, data_offsets} with an optional `__metadata__` of strings, then the tensors' bytes
+without holes.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _parse(path: Path, text: bytes, size: int) -> Header:
 
 
 def _metadata(path: Path, raw: object) -> dict[str, str]:
-    """Metadata as text; producers also write null, numbers and nested objects, which must not stop a reader."""
+    """Metadata as text; producers also write null, numbers and nested objects."""
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -245,7 +246,7 @@ def _check_layout(path: Path, infos: list[TensorInfo], data_start: int, size: in
 def encode_header(
     tensors: Iterable[TensorInfo], metadata: Mapping[str, str], *, minimum: int = 0, data_start: int = 0
 ) -> bytes:
-    """The bytes of a header with its length in front, filled with spaces to a multiple of 8 and to `minimum` bytes.
+    """A header's bytes, length in front, filled with spaces to a multiple of 8 and to `minimum` bytes.
 
     Args:
         tensors: in the order of their data; offsets are written relative to `data_start`.

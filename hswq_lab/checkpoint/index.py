@@ -1,4 +1,4 @@
-"""From the stored tensors of a file, or of several, to the slots of a checkpoint; every broken rule becomes a finding."""
+"""From the stored tensors of files to the slots of a checkpoint; every broken rule becomes a finding."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from hswq_lab.checkpoint.source import Stored
 
-# Leaf of a tensor's name → its role beside a weight. The second and third group are those of old fp8 files and of
-# compressed-tensors.
+# Leaf of a tensor's name → its role beside a weight. The second and third group are those of old fp8 files
+# and of compressed-tensors.
 ROLES = {
     "weight": "weight",
     "weight_scale": "weight_scale",
@@ -166,7 +166,7 @@ def _header_markers(
             Finding(
                 "error",
                 "header-marker",
-                f"the header's quantisation metadata names {len(index.unmatched)} layers that the file does not have "
+                f"the header's metadata names {len(index.unmatched)} layers that the file does not have "
                 f"({index.matched} matched)",
                 index.unmatched[0],
                 ", ".join(index.unmatched[:5]),

@@ -1,4 +1,4 @@
-"""From the stored tensors and the marker of one layer to a slot: which format it is, and whether its parts fit."""
+"""From a layer's stored tensors and marker to a slot: which format it is, and whether its parts fit."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def packed_slot(layer: Layer) -> PackedSlot | None:
         if name in ("nvfp4", "int8_tensorwise"):
             layer.warn(
                 "no-marker",
-                f"no marker says how this layer is packed; read as {name} by dtype and shape, and as not rotated",
+                f"no marker says how this layer is packed; read as {name} by dtype and shape, not rotated",
                 fix="hswq-lab check FILE --source 16BIT tells whether it is rotated",
             )
     _check_parts(layer, name)

@@ -178,7 +178,7 @@ def parse_metadata(text: str) -> dict[str, Marker]:
 
 
 def metadata_json(layers: Mapping[str, Mapping[str, Any]], previous: str | None) -> str:
-    """The header's `_quantization_metadata` for the layers of a file; further top-level fields of `previous` are kept."""
+    """The header's `_quantization_metadata` for a file's layers; other fields of `previous` are kept."""
     old = _load(previous, METADATA_KEY) if previous is not None else {}
     kept = {key: value for key, value in old.items() if key != "layers"} if isinstance(old, dict) else {}
     content = {

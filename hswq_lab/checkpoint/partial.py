@@ -23,8 +23,8 @@ _CHUNK = 64 * 2**20
 class PartialFile:
     """A hidden file beside the target that takes its place on `commit` and is removed if anything goes wrong.
 
-    A run that was killed leaves `.NAME.partial` and nothing under the target's name; the next run starts it afresh. Two
-    runs with one target: the second is refused.
+    A run that was killed leaves `.NAME.partial` and nothing under the target's name; the next run starts it
+    afresh. Two runs with one target: the second is refused.
 
     Args:
         target: where the file is to appear; its folder must exist.
@@ -53,7 +53,8 @@ class PartialFile:
             try:
                 if fcntl is not None:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The run that held the lock may have renamed this file to its target in between: then take a new one.
+                # The run that held the lock may have renamed this file to its target in between: then take a
+                # new one.
                 if self._path.exists() and os.path.samestat(os.fstat(handle), self._path.stat()):
                     os.ftruncate(handle, 0)
                     return handle

@@ -15,7 +15,8 @@ DEFAULT_PREFIX = PREFIXES[0]
 def find_prefix(names: Iterable[str]) -> str:
     """The prefix of a file's model tensors, "" where they have none.
 
-    The two long prefixes are unmistakable: one tensor is enough (a complete checkpoint also holds a VAE and text
+    The two long prefixes are unmistakable: one tensor is enough (a complete checkpoint also holds a VAE and
+        text
     encoders). The short ones must be on most tensors.
     """
     listed = list(names)
@@ -27,7 +28,7 @@ def find_prefix(names: Iterable[str]) -> str:
 
 
 def resolve_layer(name: str, layers: Container[str]) -> str | None:
-    """The layer that metadata means, whether it writes the name bare or with any known prefix; None if there is none."""
+    """The layer that metadata means, bare or with any known prefix; None if there is none."""
     candidates = [name, *(name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))]
     candidates += [
         candidate.removesuffix(".weight") for candidate in candidates if candidate.endswith(".weight")

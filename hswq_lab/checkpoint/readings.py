@@ -1,7 +1,7 @@
 """How a producer lays out NVFP4: nibble order, order of the block scales, sense of the global scale.
 
-ComfyUI, ModelOpt and compressed-tensors store tensors of the same dtypes and often the same shapes; only these choices
-differ, so a file read the wrong way gives plausible bytes and pure noise.
+ComfyUI, ModelOpt and compressed-tensors store tensors of the same dtypes and often the same shapes; only
+these choices differ, so a file read the wrong way gives plausible bytes and pure noise.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Reading:
         )
 
     def codes(self, stored: Tensor) -> Tensor:
-        """Stored bytes [N', K'/2] as our codes: even column high, padded to multiples of 16 by [.., 8] bytes."""
+        """Stored bytes [N', K'/2] as our codes: even column high, padded to 16 rows and 8 bytes."""
         codes = stored if self.even == "high" else swap_nibbles(stored)
         rows, columns = codes.shape
         return functional.pad(codes, (0, -columns % 8, 0, -rows % 16)).contiguous()
 
     def block_scales(self, stored: Tensor, rows: int, blocks: int) -> Tensor:
-        """Stored E4M3 scales as our swizzled ones; `rows` and `blocks` are the padded codes' rows and blocks of 16."""
+        """Stored E4M3 scales as our swizzled ones; `rows` and `blocks` are those of the padded codes."""
         if self.scales == "swizzled":
             return stored
         linear = stored[:rows, :blocks].view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Slots: one for each name of a checkpoint; what it holds is known at once, its tensors are read on demand."""
+"""Slots: one for each name of a checkpoint; what it holds is known at once, its tensors on demand."""
 
 from __future__ import annotations
 

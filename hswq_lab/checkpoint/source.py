@@ -24,9 +24,9 @@ _CHUNK = 64 * 2**20
 class FileSource:
     """One safetensors file, open for reading.
 
-    Reads go through the handle that was opened first, so a file that is replaced by a rename (as our writer does) keeps
-    serving the old content; a file that is changed in place is noticed and refused. No memory map: a map of a file that
-    shrinks kills the process, and its pages count as the process's own.
+    Reads go through the handle that was opened first, so a file that is replaced by a rename (as our writer
+    does) keeps serving the old content; a file that is changed in place is noticed and refused. No memory
+    map: a map of a file that shrinks kills the process, and its pages count as the process's own.
 
     Args:
         path: the file.

@@ -50,26 +50,28 @@ def write(
     source: Checkpoint | None = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write a checkpoint in the ComfyUI layout: each packed layer with its tensors, its marker, and the header's list.
+    """Write a checkpoint in the ComfyUI layout: tensors and markers of packed layers, and the header's list.
 
-    Items are taken one by one and forgotten once written, so a generator streams a model of any size. The same items give
-    the same bytes. A file appears under its name complete or not at all.
+    Items are taken one by one and forgotten once written, so a generator streams a model of any size. The
+    same items give the same bytes. A file appears under its name complete or not at all.
 
     Args:
-        path: the file to write; with `max_shard_bytes` the name that the parts and the index are derived from.
+        path: the file to write; with `max_shard_bytes` the name that the parts and the index are derived
+            from.
         items: parameter names without prefix, and their values.
         metadata: for the header; None takes the source's. Values that are no text are written as JSON.
         prefix: in front of the names; None takes the source's, else "model.diffusion_model.".
         progress: called before each item.
-        source: the checkpoint that the items come from: its markers are kept byte for byte where they still hold, names
-            that had no prefix get none, and its own files are never overwritten.
+        source: the checkpoint that the items come from: its markers are kept byte for byte where they still
+            hold, names that had no prefix get none, and its own files are never overwritten.
         max_shard_bytes: split the output into parts of about this size, with an index.
 
     Returns:
         The file, or the index of a split output.
 
     Raises:
-        HswqError: the target is a file of `source`, a name occurs twice, or the disk refuses. Nothing is left behind.
+        HswqError: the target is a file of `source`, a name occurs twice, or the disk refuses. Nothing is left
+            behind.
     """
     target = Path(path)
     if source is not None:
