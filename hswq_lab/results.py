@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -86,12 +87,14 @@ class Result:
 def write_text(path: Path, text: str) -> None:
     """Writes a text file whole or not at all (a temporary file beside it, then a rename)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    data = text.encode("utf-8", errors="backslashreplace")  # lone surrogates come from file names
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise HswqError(
             "the file cannot be written", file=path, found=error, fix="choose another place"
         ) from error

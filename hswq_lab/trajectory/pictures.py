@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -53,8 +54,8 @@ def distance(reference: Run, other: Run) -> PictureDistance:
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
     """Structural similarity of two [H,W,3] pictures in 0 … 1; NaN below 11 pixels a side."""
-    # skimage takes half a second to import, and most uses of this package compare nothing.
-    from skimage.metrics import structural_similarity
+    # Half a second to import, and most uses of this package compare nothing.
+    from skimage.metrics import structural_similarity  # noqa: PLC0415
 
     if min(a.shape[:2]) < SSIM_WINDOW:
         return math.nan
@@ -74,11 +75,11 @@ def lpips_available() -> bool:
 
 
 @cache
-def _lpips_network() -> Any:
-    import lpips
+def _lpips_network() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    import lpips  # noqa: PLC0415  # optional
 
     try:
-        return lpips.LPIPS(net="alex", verbose=False).eval()
+        network: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lpips.LPIPS(net="alex", verbose=False)
     except OSError as error:
         raise HswqError(
             "LPIPS is installed but its AlexNet weights cannot be had",

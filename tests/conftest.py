@@ -1,0 +1,111 @@
+"""What many tests share: a tiny random Z-Image, synthetic runs, one torch thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hswq_lab.models.sampler import Run, noise_hash, sigmas, starting_noise
+from hswq_lab.models.zimage import ZImage, ZImageConfig
+
+# Tiny tensors on several threads spend their time waiting for each other, the more so on a shared machine.
+torch.set_num_threads(1)
+
+TINY = ZImageConfig(
+    dim=64, n_layers=2, n_refiners=1, head_dim=16, ffn_dim=128, cap_dim=512, time_dim=64, time_hidden=128
+)
+
+
+def random_tensors(config: ZImageConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
+    """Every parameter of a Z-Image network under its native name: matrices of unit gain, norms near 1."""
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in ZImage(config).state_dict().items()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        if len(shape) == 2:
+            values /= shape[1] ** 0.5
+        elif "norm" in name or name == "cap_embedder.0.weight":
+            values = 1 + 0.1 * values
+        else:
+            values *= 0.1
+        tensors[name] = values.to(dtype)
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Two blocks of width 64, one refiner of each kind, captions as the mini model's."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def tiny_tensors():
+    """Native name → bf16 tensor of a random network of `tiny_config`."""
+    return random_tensors(TINY)
+
+
+@pytest.fixture
+def tiny_checkpoint(tiny_tensors):
+    """The same as a 16-bit Checkpoint in memory."""
+    from hswq_lab.checkpoint import Checkpoint
+
+    return Checkpoint.from_mapping(tiny_tensors, {"made_by": "tests"})
+
+
+@pytest.fixture(scope="session")
+def tiny_companion():
+    """Text encoder of the mini model, a random orthonormal codec, twenty prompts, pictures of 16×16."""
+    from hswq_lab.models.companion import Companion
+    from hswq_lab.models.mini import LinearCodec, encode_text
+
+    basis = torch.linalg.qr(torch.randn(48, 16, generator=torch.Generator().manual_seed(1))).Q
+    return Companion(
+        name="tiny",
+        encode=encode_text,
+        codec=LinearCodec(torch.zeros(48), basis, torch.ones(16)),
+        prompts=[f"thing number {i}" for i in range(20)],
+        size=(16, 16),
+    )
+
+
+@pytest.fixture
+def tiny_model(tiny_checkpoint, tiny_companion):
+    """A Model of the tiny checkpoint, fp32 on the CPU."""
+    from hswq_lab.model import Model
+
+    return Model(tiny_checkpoint, name="tiny", companion=tiny_companion)
+
+
+@pytest.fixture
+def make_run(tiny_companion):
+    """Makes a synthetic Run: a straight way from a seed's noise to a seed's picture, plus an error."""
+
+    def make(seed: int = 42, steps: int = 8, error: float = 0.0, codec: bool = True, **fields) -> Run:
+        levels = sigmas(steps, 1.5)
+        noise = starting_noise((16, 4, 4), seed)
+        clean = starting_noise((16, 4, 4), seed + 1)
+        wrong = torch.randn(noise.shape, generator=torch.Generator().manual_seed(7))
+        x0 = torch.stack([clean + error * (1 - sigma) * wrong for sigma in levels[1:]])
+        latents = torch.stack([s * noise + (1 - s) * each for s, each in zip(levels[1:], x0, strict=True)])
+        run = Run(
+            model="synthetic",
+            mode="auto",
+            prompt="a thing",
+            seed=seed,
+            steps=steps,
+            cfg=2.5,
+            shift=1.5,
+            size=(16, 16),
+            sigmas=levels,
+            noise_hash=noise_hash(noise),
+            latents=latents,
+            x0=x0,
+            codec=tiny_companion.codec if codec else None,
+        )
+        return replace(run, **fields)
+
+    return make
