@@ -1,0 +1,113 @@
+"""What each layer's quantisation costs, and what the measured plans reach for their size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+
+from hswq_lab.plots import style
+from hswq_lab.quantize.plan import KEPT, Plan
+from hswq_lab.trajectory.trace import SAME_IMAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hswq_lab.quantize.impact import ImpactReport, LayerImpact
+    from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
+
+MOST_LABELS = 90  # more names than this cannot be read side by side; hovering still shows them
+
+
+def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "nvfp4") -> go.Figure:
+    """Impact of every layer in one format, the least sensitive first, with 95 % intervals, on a log axis.
+
+    Args:
+        report: from `hl.sensitivity`.
+        plan: colours each bar by the format that this plan gives the layer; without it, by `form`.
+        form: the measured format whose impact is shown.
+    """
+    layers = report.ranking(form)
+    rows = [report.of(layer, form) for layer in layers]
+    chosen = {layer: (plan.form_of(layer) or KEPT) if plan is not None else form for layer in layers}
+    figure = style.new_figure(
+        f"Impact of each layer in {style.format_name(form)}",
+        "‖x − x_ref‖² / ‖x_ref‖² of the final latent with only this layer quantised; "
+        f"{len(report.seeds)} seeds, {report.steps} steps, 95 % interval of the mean",
+        height=520 if len(layers) <= MOST_LABELS else 440,
+    )
+    for kind in dict.fromkeys(chosen.values()):
+        mine = [row for row in rows if chosen[row.layer] == kind]
+        figure.add_trace(_bars(mine, kind, planned=plan is not None))
+    figure.update_xaxes(categoryorder="array", categoryarray=style.texts(layers), tickangle=-90)
+    figure.update_xaxes(showticklabels=len(layers) <= MOST_LABELS, tickfont={"size": 9}, title="")
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="impact")
+    figure.update_layout(
+        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom"},
+        margin={"t": 104},
+    )
+    return figure
+
+
+def _bars(rows: Sequence[LayerImpact], kind: str, *, planned: bool) -> go.Bar:
+    impacts = [row.impact for row in rows]
+    count = "layer" if len(rows) == 1 else "layers"
+    return go.Bar(
+        name=f"{style.format_name(kind)}: {len(rows)} {count}" + (" of the plan" if planned else ""),
+        x=style.texts(row.layer for row in rows),
+        y=style.positive(impacts),
+        marker={"color": style.format_color(kind)},
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": style.numbers(row.interval[1] - row.impact for row in rows),
+            "arrayminus": style.numbers(row.impact - row.interval[0] for row in rows),
+            "color": style.SOFT,
+            "thickness": 1,
+            "width": 2,
+        },
+        customdata=[[row.n, row.k, f"{row.interval[0]:.2e}", f"{row.interval[1]:.2e}"] for row in rows],
+        hovertemplate=(
+            "%{x}<br>impact %{y:.2e} [%{customdata[2]}, %{customdata[3]}]"
+            "<br>N × K = %{customdata[0]} × %{customdata[1]}<extra></extra>"
+        ),
+    )
+
+
+def pareto_figure(report: ParetoReport) -> go.Figure:
+    """Measured packs: bits a weight against 1 − final cosine, mean and worst seed, the front joined."""
+    figure = style.new_figure(
+        "What the measured plans reach",
+        f"{report.model} in mode {report.mode}; {len(report.seeds)} seeds, {report.steps} steps. "
+        "Lower and further left is better.",
+    )
+    front = report.front()
+    figure.add_trace(
+        go.Scatter(
+            name="front",
+            mode="lines",
+            line={"color": style.BLUE, "width": 2, "shape": "hv"},
+            x=[point.bits for point in front],
+            y=style.positive((1 - point.mean for point in front), 1e-8),
+            hoverinfo="skip",
+        )
+    )
+    figure.add_trace(_points(report.points, "mean of the seeds", "mean", style.BLUE, "circle"))
+    figure.add_trace(_points(report.points, "worst seed", "worst", style.VERMILION, "triangle-up-open"))
+    figure.update_xaxes(title="bits a weight (Linears, scales included)")
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="1 − final cosine")
+    figure.add_hline(y=1 - SAME_IMAGE, line={"color": style.GREY, "width": 1, "dash": "dot"})
+    style.legend_below(figure)
+    return figure
+
+
+def _points(points: Sequence[ParetoPoint], name: str, measure: str, color: str, symbol: str) -> go.Scatter:
+    return go.Scatter(
+        name=name,
+        mode="markers",
+        marker={"color": color, "symbol": symbol, "size": 8},
+        x=[point.bits for point in points],
+        y=style.positive((1 - getattr(point, measure) for point in points), 1e-8),
+        customdata=[[style.text(point.label), f"{getattr(point, measure):.5f}"] for point in points],
+        hovertemplate="%{customdata[0]}<br>%{x:.3f} bits, cos %{customdata[1]}<extra></extra>",
+    )
