@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import TYPE_CHECKING
+
+import torch
+
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Nvfp4Weight
+from hswq_lab.quantize.observe import CalibrationReport, observe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
+    from hswq_lab.checkpoint.slots import Entry
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
-    from hswq_lab.quantize.observe import CalibrationReport
+    from hswq_lab.trajectory.compare import Prompt
+
+CALIBRATION_KEY = "hswq.calibration"
 
 
 def calibrate(
     pack: Model,
     model: Model | None = None,
-    prompts: Sequence[str | Tensor] | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
     seeds: Sequence[int] | None = None,
     *,
     steps: int = 12,
@@ -27,12 +36,101 @@ def calibrate(
 ) -> Model:
     """A new pack with input_scale = headroom · amax / 2688 for every NVFP4 layer; the old one is not changed.
 
-    The same as `with_input_scales(pack, observe(model or pack in parity, …), headroom)`: call these two where the report
-    is wanted as well.
+    The same as `with_input_scales(pack, observe_for(pack, model, …), headroom)`: call these two where the
+    report is wanted as well.
+
+    Args:
+        pack: what to calibrate, with its LoRAs (the new pack has none).
+        model: the 16-bit model whose activations count; None: those of the pack in parity mode.
+        prompts: one for each seed, or one for all; the model's own by default.
+        seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
+        steps: Euler steps; all of them count.
+        cfg: guidance scale.
+        headroom: room for what was not seen; costs next to nothing, too little clips.
+        progress: told after every step.
+
+    Raises:
+        HswqError: the pack has no NVFP4 layer, or the model is another one.
     """
-    raise NotImplementedError
+    report = observe_for(pack, model, prompts, seeds, steps=steps, cfg=cfg, progress=progress)
+    return with_input_scales(pack, report, headroom)
+
+
+def observe_for(
+    pack: Model,
+    model: Model | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
+    seeds: Sequence[int] | None = None,
+    *,
+    steps: int = 12,
+    cfg: float = 2.5,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """`observe` for the NVFP4 layers of a pack, each in the basis that it is stored in; arguments as of `calibrate`."""
+    groups = {layer: entry.group for layer, entry in _nvfp4_entries(pack).items()}
+    if model is not None and model.layers() != pack.layers():
+        raise HswqError(
+            "the pack and the model whose activations are asked for are not of one architecture",
+            found=f"{len(pack.layers())} and {len(model.layers())} layers",
+            fix="give the 16-bit model that the pack was made from, or none",
+        )
+    source = pack.in_mode("parity") if model is None else model
+    return observe(source, prompts, seeds, steps=steps, cfg=cfg, groups=groups, progress=progress)
 
 
 def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 1.0) -> Model:
-    """A new pack whose NVFP4 layers carry the scales of a report; layers that it never reached get no key."""
-    raise NotImplementedError
+    """A new pack whose NVFP4 layers carry the scales of a report; a layer that it never reached gets no key.
+
+    Raises:
+        HswqError: the headroom is not a positive number, or a layer was observed in another basis than it is
+            stored in.
+    """
+    if not (math.isfinite(headroom) and headroom > 0):
+        raise HswqError("the headroom must be a positive number", found=headroom)
+    needed = {row.layer: row for row in report.rows}
+    values = {}
+    for layer, entry in _nvfp4_entries(pack).items():
+        row = needed.get(layer)
+        if row is not None and row.group != entry.group:
+            raise HswqError(
+                "the layer was observed in another basis than it is stored in",
+                tensor=layer,
+                found=f"rotation group {row.group}",
+                expected=f"rotation group {entry.group}",
+            )
+        weight = pack.checkpoint[f"{layer}.weight"]
+        if not isinstance(weight, Nvfp4Weight):
+            raise HswqError("the layer is not what its entry says", tensor=layer, found=type(weight).__name__)
+        scale = (
+            None
+            if row is None or row.needed is None
+            else torch.tensor(row.needed, dtype=torch.float32) * headroom
+        )
+        values[f"{layer}.weight"] = weight.with_input_scale(scale)
+    checkpoint = pack.checkpoint.with_values(values, {CALIBRATION_KEY: _provenance(pack, report, headroom)})
+    return pack.with_checkpoint(checkpoint)
+
+
+def _nvfp4_entries(pack: Model) -> dict[str, Entry]:
+    entries = {layer: pack.checkpoint.entry(f"{layer}.weight") for layer in pack.layers()}
+    found = {layer: entry for layer, entry in entries.items() if entry.format == "nvfp4"}
+    if not found:
+        raise HswqError("there is nothing to calibrate: no layer of this model is NVFP4", tensor=pack.name)
+    return found
+
+
+def _provenance(pack: Model, report: CalibrationReport, headroom: float) -> str:
+    missing = sorted(
+        _nvfp4_entries(pack).keys() - {row.layer for row in report.rows if row.needed is not None}
+    )
+    content = {
+        "activations": f"{report.model} ({report.source})",
+        "prompts": report.prompts,
+        "seeds": report.seeds,
+        "steps": report.steps,
+        "cfg": report.cfg,
+        "headroom": headroom,
+        "loras": report.loras,
+        "no_scale": missing,
+    }
+    return json.dumps(content, ensure_ascii=False)

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Nvfp4Weight, group_for
+from hswq_lab.progress import part, silent
+from hswq_lab.quantize.activations import Activations, observing
+from hswq_lab.quantize.pairs import choose_pairs, label_of
+from hswq_lab.quantize.plan import KEPT, layer_name, nearest
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor
+
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
-    from torch import Tensor
+    from hswq_lab.trajectory.compare import Prompt
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class LayerActivations:
         p999: 99.9th percentile over rows of the row's largest magnitude after rotation: a diagnostic only.
         needed: amax / 2688, the input_scale that clips nothing; None if never reached or all inputs were 0.
         input_scale: what the model has now, None if it has none.
+        blocks: blocks of 16 inputs held against that scale; 0 without one.
+        clipped: those of them that it clips.
     """
 
     layer: str
@@ -38,6 +48,8 @@ class LayerActivations:
     p999: float
     needed: float | None
     input_scale: float | None
+    blocks: int = 0
+    clipped: int = 0
 
     @property
     def exceeds(self) -> float | None:
@@ -58,7 +70,7 @@ class CalibrationReport(Result):
         cfg: guidance scale.
         loras: LoRAs that were attached.
         rows: layers in network order.
-        mean_squares: layer → mean square of each rotated input channel, fp32 [K].
+        mean_squares: layer → mean square of each rotated input channel, fp32 [K]. Not saved.
     """
 
     model: str
@@ -69,7 +81,7 @@ class CalibrationReport(Result):
     cfg: float
     loras: list[str]
     rows: list[LayerActivations]
-    mean_squares: dict[str, Tensor] = field(repr=False, default_factory=dict)
+    mean_squares: dict[str, Tensor] = field(repr=False, default_factory=dict, metadata={"saved": False})
 
     @property
     def unreached(self) -> list[str]:
@@ -81,14 +93,28 @@ class CalibrationReport(Result):
         """Layers whose present input_scale is too small for what was seen."""
         return [row.layer for row in self.rows if row.exceeds is not None and row.exceeds > 1]
 
+    def of(self, layer: str) -> LayerActivations:
+        """The row of a layer.
+
+        Raises:
+            HswqError: it was not observed.
+        """
+        name = layer_name(layer)
+        for row in self.rows:
+            if row.layer == name:
+                return row
+        raise HswqError(
+            "this layer was not observed", tensor=name, fix=nearest(name, (row.layer for row in self.rows))
+        )
+
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer: layer, group, rows, amax, p999, needed, input_scale, exceeds."""
+        """One row a layer: layer, group, rows, amax, p999, needed, input_scale, blocks, clipped, exceeds."""
         return pd.DataFrame([{**vars(row), "exceeds": row.exceeds} for row in self.rows])
 
 
 def observe(
     model: Model,
-    prompts: Sequence[str | Tensor] | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
     seeds: Sequence[int] | None = None,
     *,
     steps: int = 12,
@@ -101,10 +127,62 @@ def observe(
     Args:
         model: 16-bit, or a pack; with its LoRAs, in its own mode.
         prompts: one for each seed, or one for all; the model's own by default.
-        seeds: of the starting noises; the first of `SEEDS_20` by default, one for each prompt.
+        seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps; every step is observed.
         cfg: guidance scale; the unconditional half is observed too.
         groups: layer → rotation group; by default that of the packed weight, else the one that belongs to K.
-        progress: told after every picture.
+        progress: told after every step.
+
+    Raises:
+        HswqError: prompts and seeds do not pair, an unknown layer, or inputs that are not finite.
     """
-    raise NotImplementedError
+    pairs = choose_pairs(model, prompts, seeds)
+    # A copy shares the weights but has a network of its own: no hook and no counter reaches the caller's.
+    copy = model.on(model.device)
+    entries = {layer: model.checkpoint.entry(f"{layer}.weight") for layer in model.layers()}
+    if groups is None:
+        groups = {
+            layer: entry.group if entry.packed else group_for(entry.shape[1])
+            for layer, entry in entries.items()
+        }
+    scales = {layer: scale for layer in groups if (scale := _input_scale(model, layer)) is not None}
+    with observing(copy.linears(), groups, scales) as watched:
+        for done, (prompt, seed) in enumerate(pairs):
+            tell = part(progress or silent, done, done + 1, len(pairs))
+            copy.generate(prompt, seed, steps, cfg, progress=tell)
+    return CalibrationReport(
+        model=model.name,
+        source=model.request.mode if model.is_packed else KEPT,
+        prompts=[label_of(prompt) for prompt, _ in pairs],
+        seeds=[seed for _, seed in pairs],
+        steps=steps,
+        cfg=cfg,
+        loras=[str(attachment) for attachment in model.loras],
+        rows=[_row(statistics) for statistics in watched.values()],
+        mean_squares={layer: statistics.mean_square for layer, statistics in watched.items()},
+    )
+
+
+def _input_scale(model: Model, layer: str) -> float | None:
+    if not model.checkpoint.entry(f"{layer}.weight").calibrated:
+        return None
+    weight = model.checkpoint[f"{layer}.weight"]
+    return (
+        float(weight.input_scale)
+        if isinstance(weight, Nvfp4Weight) and weight.input_scale is not None
+        else None
+    )
+
+
+def _row(statistics: Activations) -> LayerActivations:
+    return LayerActivations(
+        layer=statistics.layer,
+        group=statistics.group,
+        rows=statistics.rows,
+        amax=statistics.amax,
+        p999=statistics.row_percentile(0.999),
+        needed=statistics.needed_scale,
+        input_scale=statistics.input_scale,
+        blocks=statistics.blocks,
+        clipped=statistics.clipped,
+    )

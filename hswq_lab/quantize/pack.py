@@ -1,31 +1,165 @@
-"""pack: a 16-bit checkpoint becomes a hybrid pack by a plan; in memory and streaming to a file, one generator."""
+"""pack: a 16-bit checkpoint becomes a hybrid pack by a plan; in memory and streaming, one generator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Literal, get_args
+
+from hswq_lab import packing
+from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import PackedWeight
+from hswq_lab.progress import silent
+from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
     from hswq_lab.quantize.observe import CalibrationReport
-    from hswq_lab.quantize.plan import Plan
+
+Scales = Literal["rtn", "four_six", "sweep"]
+PACK_KEY = "hswq.pack"
 
 
 def pack(
     model: Model,
     plan: Plan,
-    scales: str = "sweep",
+    scales: Scales = "sweep",
+    *,
+    activations: CalibrationReport | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """A new model whose layers are packed as the plan says. It stays in memory, on the CPU, until it is saved.
+
+    Args:
+        model: a 16-bit model; not changed.
+        plan: which layer gets which format.
+        scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
+        activations: of this model, from `observe`: weights the error by the power of the rotated input
+            channels.
+        name: of the new model.
+        progress: told before every tensor.
+
+    Raises:
+        HswqError: a layer is packed already, LoRAs are attached, or the plan or the activations do not fit
+            the model.
+    """
+    if model.loras:
+        raise HswqError(
+            "packing takes the model's own weights, but LoRAs are attached",
+            found=", ".join(map(str, model.loras)),
+            fix="detach them, pack, and attach them to the pack",
+        )
+    formats = plan.for_layers(model.layers())
+    items = pack_items(model.checkpoint, formats, scales, activations=activations, progress=progress)
+    packed = Checkpoint.from_mapping(
+        dict(items), pack_metadata(model.checkpoint, plan, scales), model.checkpoint.prefix
+    )
+    return model.with_checkpoint(packed, name or f"{model.name} ({_summary(formats)})")
+
+
+def pack_to_file(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    formats: Mapping[str, LayerFormat],
+    plan: Plan,
+    scales: Scales = "sweep",
     *,
     activations: CalibrationReport | None = None,
     progress: Progress | None = None,
-) -> Model:
-    """A new model whose layers are packed as the plan says.
+) -> Path:
+    """`pack` from one file to another: layer by layer, never the whole model in memory. Same bytes as saving `pack`'s.
 
     Args:
-        model: a 16-bit model.
-        plan: which layer gets which format.
-        scales: how NVFP4 block scales are found: "rtn", "four_six", "sweep" or "gptq".
-        activations: from `observe`; weights the sweep's error by the inputs' power, and is what "gptq" needs.
-        progress: told after every layer.
+        checkpoint: 16-bit.
+        path: the new file.
+        formats: what becomes of each layer, `plan.for_layers(…)`.
+        plan: for the provenance.
+        scales: as for `pack`.
+        activations: as for `pack`.
+        progress: told before every tensor.
     """
-    raise NotImplementedError
+    items = pack_items(checkpoint, formats, scales, activations=activations)
+    metadata = pack_metadata(checkpoint, plan, scales)
+    return write(path, items, metadata, checkpoint.prefix, progress, source=checkpoint)
+
+
+def pack_items(
+    checkpoint: Checkpoint,
+    formats: Mapping[str, LayerFormat],
+    scales: Scales = "sweep",
+    *,
+    activations: CalibrationReport | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Every name of a checkpoint with its new value, one by one.
+
+    Args:
+        checkpoint: 16-bit; what `formats` leaves at "16-bit" or does not name passes unchanged.
+        formats: layer → what becomes of it.
+        scales: as for `pack`.
+        activations: as for `pack`.
+        progress: told before every tensor.
+
+    Raises:
+        HswqError: a layer that is to be packed is packed already, or the activations are in another basis.
+    """
+    if scales not in get_args(Scales):
+        raise HswqError(
+            "unknown way to find block scales", found=scales, expected=", ".join(get_args(Scales))
+        )
+    tell = progress or silent
+    for done, name in enumerate(checkpoint):
+        tell(done, len(checkpoint), name)
+        value = checkpoint[name]
+        wanted = formats.get(layer_name(name)) if name.endswith(".weight") else None
+        if wanted is None or wanted.format == KEPT:
+            yield name, value
+            continue
+        if isinstance(value, PackedWeight):
+            raise HswqError(
+                "the layer is packed already, and packing it again would add a second error",
+                file=checkpoint.path,
+                tensor=name,
+                found=value.format,
+                expected="a 16-bit tensor",
+                fix="pack the 16-bit source, or leave this layer out of the plan",
+            )
+        importance = _importance(activations, layer_name(name), wanted) if wanted.format == "nvfp4" else None
+        yield name, packing.pack_weight(value, wanted.format, wanted.group, scales, importance)
+    tell(len(checkpoint), len(checkpoint), "packed")
+
+
+def pack_metadata(checkpoint: Checkpoint, plan: Plan, scales: str) -> dict[str, str]:
+    """The source's metadata and where the pack comes from."""
+    provenance = {"source_sha256": checkpoint.sha256, "scales": scales, "plan": plan.to_dict()}
+    return {**checkpoint.metadata, PACK_KEY: json.dumps(provenance, ensure_ascii=False)}
+
+
+def _importance(activations: CalibrationReport | None, layer: str, wanted: LayerFormat) -> Tensor | None:
+    if activations is None:
+        return None
+    row = activations.of(layer)
+    if row.group != wanted.group:
+        raise HswqError(
+            "the activations were observed in another basis than the plan stores the layer in",
+            tensor=layer,
+            found=f"rotation group {row.group}",
+            expected=f"rotation group {wanted.group}",
+        )
+    # A layer that was never reached says nothing about its channels.
+    return activations.mean_squares[layer] if row.rows else None
+
+
+def _summary(formats: Mapping[str, LayerFormat]) -> str:
+    counts: dict[str, int] = {}
+    for form, _ in formats.values():
+        counts[form] = counts.get(form, 0) + 1
+    return ", ".join(f"{number} {form}" for form, number in sorted(counts.items()))

@@ -40,8 +40,8 @@ class Plan(Mapping[str, str]):
 
     Formats: "nvfp4" and "int8_tensorwise" (short: "int8") are rotated; "nvfp4-unrotated" and
     "int8_tensorwise-unrotated" are not; "float8_e4m3fn" and "float8_e5m2"; "16-bit" leaves the layer alone.
-    Where several entries match a layer, the last one wins; a layer that none matches stays 16-bit. Names may end
-    in ".weight".
+    Where several entries match a layer, the last one wins; a layer that none matches stays 16-bit. Names may
+    end in ".weight".
 
     Args:
         formats: layer name or shell-style glob → format, the general first, exceptions after it.

@@ -1,0 +1,145 @@
+"""Watching the inputs of Linears in the basis in which they will be quantised, without touching anything else."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hswq_lab import ops
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hswq_lab.layers import LabLinear
+
+CLIPS_AT = 2688.0
+"""An input_scale s represents magnitudes up to 2688·s: the largest block scale 448 times the largest code 6."""
+
+BLOCK = 16
+_BINS_PER_OCTAVE = 32
+_LOWEST = -64
+_BINS = 128 * _BINS_PER_OCTAVE
+
+
+class Activations:
+    """Running statistics of one layer's rotated inputs.
+
+    Args:
+        layer: its name.
+        group: the rotation group to look in; None: unrotated.
+        k: in features.
+        input_scale: count the blocks that this scale clips; None: count none.
+        device: where the inputs are.
+    """
+
+    def __init__(
+        self, layer: str, group: int | None, k: int, input_scale: float | None, device: torch.device
+    ) -> None:
+        self.layer = layer
+        self.group = group
+        self.input_scale = input_scale
+        self.rows = 0
+        self.blocks = 0
+        self._clipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._amax = torch.zeros((), device=device)
+        self._square_sum = torch.zeros(k, dtype=torch.float64, device=device)
+        self._histogram = torch.zeros(_BINS, dtype=torch.int64, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """Takes in x [..., K], unrotated."""
+        rotated = ops.rotate(x.reshape(-1, x.shape[-1]).float(), self.group)
+        if not rotated.numel():
+            return
+        largest = rotated.abs().amax(dim=1)
+        self.rows += len(rotated)
+        # maximum() carries NaN on, so that `amax` can refuse it.
+        self._amax = torch.maximum(self._amax, largest.amax())
+        self._square_sum += rotated.double().square().sum(dim=0)
+        octaves = torch.log2(largest.nan_to_num(posinf=0.0).clamp(min=2.0**_LOWEST)) - _LOWEST
+        bins = (octaves * _BINS_PER_OCTAVE).long().clamp(max=_BINS - 1)
+        self._histogram += torch.bincount(bins, minlength=_BINS)
+        if self.input_scale is not None:
+            padded = nn.functional.pad(rotated, (0, -rotated.shape[1] % BLOCK))
+            blocks = padded.unflatten(1, (-1, BLOCK)).abs().amax(dim=2)
+            self.blocks += blocks.numel()
+            self._clipped += (blocks > CLIPS_AT * self.input_scale).sum()
+
+    @property
+    def amax(self) -> float:
+        """The largest magnitude so far, 0 before the first row.
+
+        Raises:
+            HswqError: the inputs held NaN or infinity.
+        """
+        value = float(self._amax)
+        if not torch.isfinite(self._amax):
+            raise HswqError("the layer's inputs are not finite", tensor=self.layer, found=value)
+        return value
+
+    @property
+    def needed_scale(self) -> float | None:
+        """amax / 2688 in fp32, None where that is 0."""
+        scale = torch.tensor(self.amax, dtype=torch.float32) / CLIPS_AT
+        return float(scale) or None
+
+    @property
+    def mean_square(self) -> Tensor:
+        """Mean square of each rotated channel, fp32 [K] on the CPU."""
+        return (self._square_sum / max(self.rows, 1)).float().cpu()
+
+    @property
+    def clipped(self) -> int:
+        """Blocks of 16 whose largest magnitude the input_scale cannot hold."""
+        return int(self._clipped)
+
+    def row_percentile(self, share: float) -> float:
+        """The magnitude that a share of the rows stay below, within 2.2 %; 0 without rows."""
+        if not self.rows:
+            return 0.0
+        reached = int((self._histogram.cumsum(0) < share * self.rows).sum())
+        return float(2.0 ** ((reached + 1) / _BINS_PER_OCTAVE + _LOWEST))
+
+
+@contextmanager
+def observing(
+    linears: Mapping[str, LabLinear], groups: Mapping[str, int | None], scales: Mapping[str, float]
+) -> Iterator[dict[str, Activations]]:
+    """Within this context every forward of the Linears is watched; on leaving, whatever happens, nothing is left behind.
+
+    Args:
+        linears: the network's Linears by name.
+        groups: the layers to watch, each with the rotation group to look in.
+        scales: layer → input_scale whose clipping is counted, where there is one.
+
+    Raises:
+        HswqError: an unknown layer.
+    """
+    missing = sorted(groups.keys() - linears.keys())
+    if missing:
+        raise HswqError("the model has no such layer to observe", tensor=missing[0])
+    watched = {
+        layer: Activations(
+            layer, group, linears[layer].in_features, scales.get(layer), linears[layer].weight.device
+        )
+        for layer, group in groups.items()
+    }
+    hooks = []
+    try:
+        for layer, statistics in watched.items():
+            hooks.append(linears[layer].register_forward_pre_hook(_watcher(statistics)))
+        yield watched
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _watcher(statistics: Activations) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def watch(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            statistics.add(inputs[0])
+
+    return watch
