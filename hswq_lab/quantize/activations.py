@@ -1,4 +1,4 @@
-"""Watching the inputs of Linears in the basis in which they will be quantised, without touching anything else."""
+"""Watching the inputs of Linears in the basis in which they will be quantised, and changing nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hswq_lab.layers import LabLinear
 
 CLIPS_AT = 2688.0
-"""An input_scale s represents magnitudes up to 2688·s: the largest block scale 448 times the largest code 6."""
+"""An input_scale s holds magnitudes up to 2688·s: the largest block scale 448 times the largest code 6."""
 
 BLOCK = 16
 _BINS_PER_OCTAVE = 32
@@ -108,7 +108,7 @@ class Activations:
 def observing(
     linears: Mapping[str, LabLinear], groups: Mapping[str, int | None], scales: Mapping[str, float]
 ) -> Iterator[dict[str, Activations]]:
-    """Within this context every forward of the Linears is watched; on leaving, whatever happens, nothing is left behind.
+    """Within this context every forward of the Linears is watched; nothing is left behind, whatever happens.
 
     Args:
         linears: the network's Linears by name.

@@ -66,7 +66,7 @@ def observe_for(
     cfg: float = 2.5,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """`observe` for the NVFP4 layers of a pack, each in the basis that it is stored in; arguments as of `calibrate`."""
+    """`observe` for a pack's NVFP4 layers, each in the basis it is stored in; arguments as of `calibrate`."""
     groups = {layer: entry.group for layer, entry in _nvfp4_entries(pack).items()}
     if model is not None and model.layers() != pack.layers():
         raise HswqError(

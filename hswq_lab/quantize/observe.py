@@ -122,7 +122,7 @@ def observe(
     groups: Mapping[str, int | None] | None = None,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Runs a model over prompts and records the range of every layer's rotated inputs; the model is not changed.
+    """Runs a model over prompts and records the range of every layer's rotated inputs; changes nothing.
 
     Args:
         model: 16-bit, or a pack; with its LoRAs, in its own mode.

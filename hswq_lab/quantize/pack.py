@@ -36,7 +36,7 @@ def pack(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A new model whose layers are packed as the plan says. It stays in memory, on the CPU, until it is saved.
+    """A new model whose layers are packed as the plan says; in memory, on the CPU, until it is saved.
 
     Args:
         model: a 16-bit model; not changed.
@@ -75,7 +75,7 @@ def pack_to_file(
     activations: CalibrationReport | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """`pack` from one file to another: layer by layer, never the whole model in memory. Same bytes as saving `pack`'s.
+    """`pack` from one file to another, layer by layer: the same bytes as saving what `pack` returns.
 
     Args:
         checkpoint: 16-bit.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def fresh_seeds(number: int) -> list[int]:
-    """1, 2, 3, … without the twenty that packs are judged by, so that a pack is not fitted to its examination."""
+    """1, 2, 3, … without the twenty that packs are judged by: no pack is fitted to its examination."""
     return list(islice(_not_of_the_gate(), number))
 
 
