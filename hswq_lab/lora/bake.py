@@ -1,0 +1,188 @@
+"""Baking: deltas put into the weight itself, in place (only the pack is there) or from the 16-bit source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hswq_lab import packing
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, PackedWeight, swizzle, unswizzle
+from hswq_lab.lora.delta import LayerDelta
+from hswq_lab.lora.evidence import LayerEvidence, Measured, measure
+from hswq_lab.lora.rounding import round_stochastic
+from hswq_lab.lora.targets import unpacked
+
+Weight: TypeAlias = Tensor | PackedWeight
+Weighted: TypeAlias = Sequence[tuple[LayerDelta, float]]
+"""Deltas of one layer with their strengths."""
+
+
+def total_delta(deltas: Weighted, weight: Tensor, norms_of: Tensor | None = None) -> Tensor:
+    """Σ strength · ΔW, fp32 [N, K]; every DoRA refers to the pristine weight, whatever else is put on it.
+
+    Args:
+        deltas: of one layer.
+        weight: fp32 [N, K], the pristine weight, unrotated.
+        norms_of: fp32 [N, K], the source's weight for DoRA's norms, if there is one.
+    """
+    total = torch.zeros_like(weight, dtype=torch.float32)
+    for delta, strength in deltas:
+        if strength != 0:
+            total.add_(delta.dense(weight, norms_of), alpha=strength)
+    return total
+
+
+def bake_in_place(
+    value: Weight, deltas: Weighted, name: str, source: Tensor | None = None
+) -> tuple[Weight, LayerEvidence]:
+    """Puts deltas into a weight of which only the packed form exists.
+
+    Dequantise and unrotate → add all deltas in fp32 → rotate and requantise once, with the pack's own scales
+    and stochastic rounding seeded by the layer's name: round-to-nearest would drop small deltas altogether.
+    Rows that no delta touches keep their codes bit for bit.
+
+    Args:
+        value: the pristine weight.
+        deltas: of this layer, with strengths.
+        name: the layer's name; seeds the rounding.
+        source: the 16-bit weight [N, K], if there is one: for DoRA's norms and the growth of the error.
+
+    Returns:
+        (new weight of the same kind, what happened to the delta).
+    """
+    weight = unpacked(value)
+    origin = _checked(source, value, name)
+    total = total_delta(deltas, weight, origin)
+    after = value
+    touched = (total != 0).any(dim=1)
+    if touched.any():
+        wanted = weight + total
+        after = _requantized(value, wanted, name)
+        if not touched.all():
+            after = keep_rows(value, after, ~touched)
+    case = Measured(name, "bake", value, after, weight, total, touched, origin, _norms_from(deltas, origin))
+    return after, measure(case)
+
+
+def bake_from_source(
+    source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn"
+) -> tuple[Weight, LayerEvidence]:
+    """Quantises the 16-bit source plus the deltas in the pack's format: no second rounding eats the delta.
+
+    Args:
+        source: the 16-bit weight [N, K].
+        value: the pristine weight in the pack; it gives format, rotation and input_scale.
+        deltas: of this layer, with strengths.
+        name: the layer's name.
+        scales: how the pack chose its block scales: "rtn", "four_six" or "sweep".
+
+    Returns:
+        (new weight of the same kind, what happened to the delta, measured against the pristine pack).
+    """
+    origin = _checked(source, value, name)
+    assert origin is not None  # noqa: S101 - a source was given
+    weight = unpacked(value)
+    total = total_delta(deltas, origin)
+    touched = (total != 0).any(dim=1)
+    after = _packed_like(value, origin + total, name, scales) if touched.any() else value
+    case = Measured(
+        name, "bake_from_source", value, after, weight, total, touched, origin, _norms_from(deltas, origin)
+    )
+    return after, measure(case)
+
+
+def bake_bias(bias: Tensor | None, deltas: Weighted) -> Tensor | None:
+    """The layer's bias with Σ strength · Δb, fp32 where there was none; None if it stays absent."""
+    found = [(delta.bias(), strength) for delta, strength in deltas]
+    added = [value * strength for value, strength in found if value is not None and strength != 0]
+    if not added:
+        return bias
+    total = torch.stack(added).sum(0)
+    if bias is None:
+        return total
+    return (bias.float() + total.to(bias.device)).to(bias.dtype)
+
+
+def keep_rows(before: Weight, after: Weight, untouched: Tensor) -> Weight:
+    """`after` with the untouched rows of `before`, bit for bit, unless rows share a scale that changed.
+
+    Args:
+        before: the pristine weight.
+        after: the same kind, requantised with the scales of `before`.
+        untouched: bool [N].
+    """
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return torch.where(untouched[:, None], before, after)
+    if (
+        isinstance(before, Nvfp4Weight)
+        and isinstance(after, Nvfp4Weight)
+        and torch.equal(before.scale, after.scale)
+    ):
+        rows, blocks = before.codes.shape[0], before.codes.shape[1] // 8
+        keep = torch.nn.functional.pad(untouched, (0, rows - untouched.shape[0]))[:, None]
+        old, new = (unswizzle(w.scales.view(torch.uint8), rows, blocks) for w in (before, after))
+        scales = swizzle(torch.where(keep, old, new)).view(torch.float8_e4m3fn)
+        return replace(after, codes=torch.where(keep, before.codes, after.codes), scales=scales)
+    if isinstance(before, Int8Weight) and isinstance(after, Int8Weight):
+        if before.scale.dim() == 2:
+            scale = torch.where(untouched[:, None], before.scale, after.scale)
+            return replace(after, q=torch.where(untouched[:, None], before.q, after.q), scale=scale)
+        if torch.equal(before.scale, after.scale):
+            return replace(after, q=torch.where(untouched[:, None], before.q, after.q))
+    if (
+        isinstance(before, Fp8Weight)
+        and isinstance(after, Fp8Weight)
+        and torch.equal(before.scale, after.scale)
+    ):
+        bits = torch.where(untouched[:, None], before.data.view(torch.uint8), after.data.view(torch.uint8))
+        return replace(after, data=bits.view(after.data.dtype))
+    return after
+
+
+def _requantized(value: Weight, wanted: Tensor, name: str) -> Weight:
+    seed = packing.layer_seed(name)
+    if isinstance(value, PackedWeight):
+        return packing.requantize(value, wanted, seed)
+    return round_stochastic(wanted, value.dtype, seed)
+
+
+def _packed_like(value: Weight, wanted: Tensor, name: str, scales: str) -> Weight:
+    if isinstance(value, Tensor):
+        # The source of a 16-bit layer is that layer: its grid drops small deltas like any other pack's.
+        return round_stochastic(wanted, value.dtype, packing.layer_seed(name))
+    if isinstance(value, Nvfp4Weight):
+        packed = packing.pack_weight(wanted, value.format, value.group, scales=scales)
+        assert isinstance(packed, Nvfp4Weight)  # noqa: S101 - by its format
+        return packed.with_input_scale(value.input_scale)
+    packed = packing.pack_weight(wanted, value.format, value.group)
+    if isinstance(packed, Fp8Weight) and isinstance(value, Fp8Weight):
+        return replace(packed, input_scale=value.input_scale)
+    return packed
+
+
+def _checked(source: Tensor | None, value: Weight, name: str) -> Tensor | None:
+    """The source as fp32 on the weight's device."""
+    if source is None:
+        return None
+    if tuple(source.shape) != tuple(value.shape):
+        raise HswqError(
+            "the source's weight has another shape than the pack's",
+            tensor=name,
+            found=tuple(source.shape),
+            expected=tuple(value.shape),
+            fix="give the checkpoint that the pack was made from",
+        )
+    if not source.is_floating_point() or source.dtype.itemsize < 2:
+        raise HswqError("the source's weight is itself quantised", tensor=name, found=str(source.dtype))
+    return source.to(value.device).float()
+
+
+def _norms_from(deltas: Weighted, origin: Tensor | None) -> str:
+    if not any(delta.needs_weight for delta, _ in deltas):
+        return ""
+    return "pack" if origin is None else "source"

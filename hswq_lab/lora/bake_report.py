@@ -1,0 +1,135 @@
+"""BakeReport: whether the LoRAs arrived, per layer and per kind of weight, for every way of applying them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from hswq_lab.results import Result
+
+if TYPE_CHECKING:
+    from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict
+
+_KINDS: tuple[Kind, ...] = ("nvfp4", "int8", "other_qt", "16-bit")
+
+
+@dataclass(frozen=True)
+class KindVerdict:
+    """The layers of one kind.
+
+    Attributes:
+        layers: layers of the kind whose ΔW is not zero.
+        baked: of them, layers whose weight changed.
+        branched: of them, layers with a side path that carries the delta.
+        rotated: of the baked ones, layers that are stored rotated.
+        unrotated: of those, layers whose delta was added in the unrotated basis.
+        rerotated: of those, layers whose result is in the rotated basis again.
+    """
+
+    kind: Kind
+    layers: int
+    baked: int
+    branched: int
+    rotated: int
+    unrotated: int
+    rerotated: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """OK, MISMATCH (wrong rotations), MISSING (not everything arrived) or N/A (none of the kind)."""
+        if self.layers == 0:
+            return "N/A"
+        if self.baked + self.branched < self.layers:
+            return "MISSING"
+        return "OK" if self.unrotated == self.rerotated == self.rotated else "MISMATCH"
+
+
+@dataclass(frozen=True, repr=False)
+class BakeReport(Result):
+    """What LoRAs did to a model's weights.
+
+    Attributes:
+        rows: one a touched layer.
+        loras: what was applied, e.g. "outline ×0.8 (bake)".
+    """
+
+    rows: list[LayerEvidence]
+    loras: tuple[str, ...] = ()
+
+    def kind(self, kind: Kind) -> KindVerdict:
+        """The counts of one kind of weight."""
+        rows = [row for row in self.rows if row.kind == kind and row.verdict != "N/A"]
+        arrived = [row for row in rows if row.verdict != "MISSING"]
+        baked = [row for row in arrived if row.way != "branch"]
+        rotated = [row for row in baked if row.group is not None]
+        return KindVerdict(
+            kind=kind,
+            layers=len(rows),
+            baked=len(baked),
+            branched=len(arrived) - len(baked),
+            rotated=len(rotated),
+            unrotated=sum(row.unrotated is True for row in rotated),
+            rerotated=sum(row.rerotated is True for row in rotated),
+        )
+
+    @property
+    def kinds(self) -> list[KindVerdict]:
+        """The counts of every kind."""
+        return [self.kind(kind) for kind in _KINDS]
+
+    @property
+    def patches_left(self) -> int:
+        """Layers with a delta that did not arrive in any way."""
+        return sum(row.verdict == "MISSING" for row in self.rows)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of a kind; N/A if no delta was there at all."""
+        found = {kind.verdict for kind in self.kinds}
+        worst: tuple[Verdict, ...] = ("MISMATCH", "MISSING", "OK", "N/A")
+        return next(verdict for verdict in worst if verdict in found)
+
+    @property
+    def log_line(self) -> str:
+        """The counts as the reference system logs them."""
+        counts = " ".join(f"{kind}_baked={self.kind(kind).baked}" for kind in _KINDS[:3])
+        return f"{counts} patches_left={self.patches_left}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """One a layer that has one."""
+        warned = [row for row in self.rows if row.warning]
+        return [f"{row.layer} ({row.format}): {row.warning}" for row in warned]
+
+    def summary(self) -> pd.DataFrame:
+        """One row a kind: counts, verdict, and the mean retained share weighted by ‖ΔW‖²."""
+        frames = []
+        for kind in self.kinds:
+            rows = [row for row in self.rows if row.kind == kind.kind and row.retained is not None]
+            energy = sum(row.delta_norm**2 for row in rows)
+            share = sum((row.retained or 0.0) * row.delta_norm**2 for row in rows)
+            warned = sum(bool(row.warning) for row in rows)
+            retained = share / energy if energy else None
+            frames.append({**vars(kind), "verdict": kind.verdict, "retained": retained, "warned": warned})
+        return pd.DataFrame(frames)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a layer."""
+        return pd.DataFrame([{**vars(row), "growth": row.growth} for row in self.rows])
+
+    def __repr__(self) -> str:
+        """A summary for a console."""
+        lines = [f"{', '.join(self.loras) or 'no LoRAs'}: {self.verdict}", f"  {self.log_line}"]
+        lines += [
+            f"  {kind.kind}: {kind.verdict}, {kind.baked} baked, {kind.branched} branched of {kind.layers};"
+            f" unrotated {kind.unrotated}, re-rotated {kind.rerotated} of {kind.rotated} rotated"
+            for kind in self.kinds
+            if kind.layers
+        ]
+        warned = self.warnings
+        lines += [f"  warning: {text}" for text in warned[:3]]
+        if len(warned) > 3:
+            lines.append(f"  … and {len(warned) - 3} more layers with warnings (see .warnings)")
+        return "\n".join(lines)

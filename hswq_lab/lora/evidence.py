@@ -1,0 +1,283 @@
+"""What a LoRA did to a layer, measured on the weights: retained share, added error, the right basis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight, rotate_fp32
+from hswq_lab.lora.targets import unpacked
+
+if TYPE_CHECKING:
+    from hswq_lab.lora.delta import Branch
+
+Way = Literal["branch", "bake", "bake_from_source"]
+Verdict = Literal["OK", "MISMATCH", "MISSING", "N/A"]
+Kind = Literal["nvfp4", "int8", "other_qt", "16-bit"]
+
+ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
+_ROWS = 512  # rows measured at a time, in fp64
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """One layer of a `BakeReport`.
+
+    W is the pristine weight, W' the new one, ΔW the sum of all deltas times their strengths.
+
+    Attributes:
+        kind: the reference log's classes; "other_qt" are quantised formats that are neither NVFP4 nor INT8.
+        format: of the stored weight.
+        group: its rotation group.
+        rows: rows that ΔW touches.
+        delta_norm: ‖ΔW‖.
+        ratio: ‖ΔW‖ / ‖W‖ over the touched rows; None where W was not needed (branches).
+        retained: r = ⟨W'−W, ΔW⟩ / ⟨ΔW, ΔW⟩, in the unrotated basis; None for a zero ΔW.
+        retained_se: its standard error (least squares through the origin).
+        added_error: ‖W'−W−ΔW‖ / ‖ΔW‖.
+        source_error_before: ‖W − S‖ / ‖S‖ of the pack to the source S; None without a source.
+        source_error_after: ‖W' − (S+ΔW)‖ / ‖S+ΔW‖.
+        unrotated: for rotated weights: ΔW was added in the unrotated basis (its share there is not smaller
+            than in the rotated one, beyond the error).
+        rerotated: for rotated weights: the result is in its weight's basis again.
+        verdict: "N/A" for a zero ΔW, "MISSING" if nothing arrived, "MISMATCH" for a wrong basis, else "OK".
+        norms_from: where DoRA's norms came from: "source", "pack", or empty without DoRA.
+        warning: empty, or what is wrong and what would be exact.
+    """
+
+    layer: str
+    way: Way
+    kind: Kind
+    format: str
+    group: int | None
+    rows: int
+    delta_norm: float
+    ratio: float | None
+    retained: float | None
+    retained_se: float | None
+    added_error: float | None
+    source_error_before: float | None
+    source_error_after: float | None
+    unrotated: bool | None
+    rerotated: bool | None
+    verdict: Verdict
+    norms_from: str = ""
+    warning: str = ""
+
+    @property
+    def growth(self) -> float | None:
+        """How much the layer's error to the source grew: after / before."""
+        before, after = self.source_error_before, self.source_error_after
+        return None if not before or after is None else after / before
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What `measure` looks at: `weight`, `total`, `source` fp32 [N, K], unrotated; `touched` bool [N]."""
+
+    name: str
+    way: Way
+    before: Tensor | PackedWeight
+    after: Tensor | PackedWeight
+    weight: Tensor
+    total: Tensor
+    touched: Tensor
+    source: Tensor | None
+    norms_from: str
+
+
+def measure(case: Measured) -> LayerEvidence:
+    """The evidence for one baked layer, from its weights alone."""
+    group = case.before.group if isinstance(case.before, PackedWeight) else None
+    after = unpacked(case.after)
+    sums = _sums(case, after, group)
+    before_error, after_error = _source_errors(case, after)
+    retained, error, added = sums.share()
+    verdict: Verdict = "OK"
+    unrotated = rerotated = None
+    if retained is None:
+        verdict = "N/A"
+    elif sums.cc == 0:
+        verdict = "MISSING"
+    elif group is not None and isinstance(case.after, PackedWeight):
+        unrotated = sums.wrong_share() - retained <= 2 * math.sqrt(2) * (error or 0.0)
+        rerotated = case.after.group == group and sums.miss() <= 0.7 * math.sqrt(sums.wanted)
+        verdict = "OK" if unrotated and rerotated else "MISMATCH"
+    return LayerEvidence(
+        layer=case.name,
+        way=case.way,
+        kind=kind_of(case.before),
+        format=format_of(case.before),
+        group=group,
+        rows=int(case.touched.sum()),
+        delta_norm=math.sqrt(sums.dd),
+        ratio=math.sqrt(sums.dd / sums.ww) if sums.ww else None,
+        retained=retained,
+        retained_se=error,
+        added_error=added,
+        source_error_before=before_error,
+        source_error_after=after_error,
+        unrotated=unrotated,
+        rerotated=rerotated,
+        verdict=verdict,
+        norms_from=case.norms_from,
+        warning=_warning(case.way, verdict, retained, error, added),
+    )
+
+
+def branch_evidence(
+    name: str,
+    value: Tensor | PackedWeight,
+    total: Tensor,
+    branches: list[tuple[Branch, float]],
+    norms_from: str = "",
+) -> LayerEvidence:
+    """The evidence for side paths: the matrix that they multiply by, against ΔW.
+
+    Args:
+        name: the layer's name.
+        value: the weight beside which the branches run.
+        total: Σ strength · ΔW, fp32 [N, K].
+        branches: with strengths.
+        norms_from: where DoRA's norms came from.
+    """
+    gained = any(branch.gain is not None for branch, _ in branches)
+    weight = unpacked(value) if gained else torch.zeros(())
+    carried = torch.zeros_like(total)
+    for branch, strength in branches:
+        carried.add_(branch_dense(branch, weight), alpha=strength)
+    sums = _Sums(total.numel())
+    sums.add(carried, total, torch.zeros_like(total), None)
+    retained, error, added = sums.share()
+    verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
+    return LayerEvidence(
+        layer=name,
+        way="branch",
+        kind=kind_of(value),
+        format=format_of(value),
+        group=value.group if isinstance(value, PackedWeight) else None,
+        rows=int((total != 0).any(dim=1).sum()),
+        delta_norm=math.sqrt(sums.dd),
+        ratio=None,
+        retained=retained,
+        retained_se=error,
+        added_error=added,
+        source_error_before=None,
+        source_error_after=None,
+        unrotated=None,
+        rerotated=None,
+        verdict=verdict,
+        norms_from=norms_from,
+        warning=_warning("branch", verdict, retained, error, added),
+    )
+
+
+def branch_dense(branch: Branch, weight: Tensor) -> Tensor:
+    """The matrix fp32 [N, K] that a side path multiplies x by at strength 1; `weight` is for DoRA."""
+    dense = branch.up.float() @ (branch.down.float() * branch.scale[:, None])
+    for term in branch.kron:
+        part = torch.kron(term.w1.float(), term.w2.float()) * term.scale
+        dense[term.start : term.stop] += part if term.gain is None else part * term.gain[:, None]
+    return dense if branch.gain is None else dense + weight * branch.gain[:, None]
+
+
+def kind_of(value: Tensor | PackedWeight) -> Kind:
+    """The class that the reference system's log counts a weight in."""
+    if isinstance(value, Tensor):
+        return "16-bit"
+    return (
+        "nvfp4" if isinstance(value, Nvfp4Weight) else "int8" if isinstance(value, Int8Weight) else "other_qt"
+    )
+
+
+def format_of(value: Tensor | PackedWeight) -> str:
+    """The format's name in files, or the dtype's."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else value.format
+
+
+class _Sums:
+    """Inner products over the touched rows, in fp64: c = W'−W, d = ΔW, w = W, q = ΔW rotated.
+
+    Args:
+        n: number of touched weights.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.cc = self.cd = self.dd = self.ww = self.wanted = self.cq = self.qq = 0.0
+
+    def add(self, c: Tensor, d: Tensor, w: Tensor, q: Tensor | None) -> None:
+        """Adds some rows."""
+        c, d, w = c.double(), d.double(), w.double()
+        self.cc += float((c * c).sum())
+        self.cd += float((c * d).sum())
+        self.dd += float((d * d).sum())
+        self.ww += float((w * w).sum())
+        self.wanted += float((w + d).square().sum())
+        if q is not None:
+            self.cq += float((c * q).sum())
+            self.qq += float(q.double().square().sum())
+
+    def share(self) -> tuple[float | None, float | None, float | None]:
+        """(retained share, its standard error, added error); None for a zero ΔW."""
+        if self.dd == 0:
+            return None, None, None
+        retained = self.cd / self.dd
+        residual = max(self.cc - self.cd * retained, 0.0)
+        error = math.sqrt(residual / max(self.n - 1, 1) / self.dd)
+        return retained, error, self.miss() / math.sqrt(self.dd)
+
+    def miss(self) -> float:
+        """‖W'−W−ΔW‖."""
+        return math.sqrt(max(self.cc - 2 * self.cd + self.dd, 0.0))
+
+    def wrong_share(self) -> float:
+        """The share of the delta as it would have been added without unrotating."""
+        return self.cq / self.qq if self.qq else 0.0
+
+
+def _sums(case: Measured, after: Tensor, group: int | None) -> _Sums:
+    index = case.touched.nonzero().reshape(-1)
+    sums = _Sums(index.numel() * case.weight.shape[1])
+    for chunk in index.split(_ROWS):
+        w, d = case.weight[chunk], case.total[chunk]
+        sums.add(after[chunk] - w, d, w, None if group is None else rotate_fp32(d, group))
+    return sums
+
+
+def _source_errors(case: Measured, after: Tensor) -> tuple[float | None, float | None]:
+    if case.source is None:
+        return None, None
+    before_error = _relative(case.weight, case.source)
+    return before_error, _relative(after, case.source + case.total)
+
+
+def _relative(value: Tensor, truth: Tensor) -> float | None:
+    norm = float(torch.linalg.vector_norm(truth))
+    return float(torch.linalg.vector_norm(value - truth)) / norm if norm else None
+
+
+def _warning(
+    way: Way, verdict: Verdict, retained: float | None, error: float | None, added: float | None
+) -> str:
+    exact = {
+        "branch": "",
+        "bake": "; a branch is exact, and baking from the source keeps the whole delta",
+        "bake_from_source": "; a branch is exact",
+    }[way]
+    if verdict == "MISSING":
+        return f"nothing of the delta arrived{exact}"
+    if verdict == "MISMATCH":
+        return "the delta was added in the wrong basis"
+    if retained is None or error is None or added is None:
+        return ""
+    faults = []
+    if retained + 2 * error < ENOUGH:
+        faults.append(f"only {retained:.0%} of the delta arrived (± {error:.0%})")
+    if added > 1:
+        faults.append(f"the added error is {added:.1f} times the delta")
+    return " and ".join(faults) + exact if faults else ""

@@ -1,0 +1,306 @@
+"""LoraFile: a LoRA read and understood, and matched against any model's layers on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+
+from torch import Tensor
+
+from hswq_lab.errors import HswqError
+from hswq_lab.lora.checks import file_warnings, refuse_fused_and_split, refuse_unusable
+from hswq_lab.lora.delta import LayerDelta
+from hswq_lab.lora.dialects import is_text_encoder, parse_key
+from hswq_lab.lora.entries import Entry, EntryBuilder, FullLokrScale, Tensors, bias_parts_of, part_of
+from hswq_lab.lora.foreign import model_of_width
+from hswq_lab.lora.report import LoraReport, LoraRow
+from hswq_lab.lora.scales import metadata_rank, peft_settings
+from hswq_lab.lora.source import RawLora, raw_from_tensors, read_raw
+from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, layers_of, weight_of
+
+if TYPE_CHECKING:
+    import os
+
+Value = TypeVar("Value")
+
+
+class Match(NamedTuple):
+    """An entry and where it belongs: a target, or a status and a reason why there is none."""
+
+    entry: Entry
+    target: Target | None
+    status: str = "matched"
+    why_not: str = ""
+
+
+class PerLayer(Mapping[str, Value]):
+    """Layer → value, made at each access, so that only one layer's tensors need to be in memory."""
+
+    def __init__(self, layers: list[str], make: Callable[[str], Value]) -> None:
+        self._layers = dict.fromkeys(layers)
+        self._make = make
+
+    def __getitem__(self, layer: str) -> Value:
+        if layer not in self._layers:
+            raise KeyError(layer)
+        return self._make(layer)
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._layers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LoraFile:
+    """A LoRA file. Nothing in it depends on a model; `report`, `deltas` and `dense_deltas` take the layers.
+
+    Attributes:
+        path: the file, None for tensors in memory.
+        name: for people: the file's name without ending.
+        sha256: of the content; two LoraFiles with the same one are the same LoRA.
+        metadata: the header's metadata as text.
+        entries: its modules, in the file's order.
+        warnings: what a reader should know about its scales and settings.
+        tensors: key → tensor as stored.
+    """
+
+    path: Path | None
+    name: str
+    sha256: str
+    metadata: Mapping[str, str]
+    entries: tuple[Entry, ...]
+    warnings: tuple[str, ...]
+    tensors: Tensors
+
+    def match(self, layers: LayerShapes | HasLayers) -> list[Match]:
+        """Each entry with its target, or with the reason why it has none; raises nothing."""
+        index = TargetIndex(layers_of(layers))
+        matches = [_match(entry, index) for entry in self.entries]
+        return _without_conflicts(matches)
+
+    def report(self, layers: LayerShapes | HasLayers) -> LoraReport:
+        """What is in the file and where it goes: a row a module.
+
+        Args:
+            layers: name → (N, K), or a model; with a model, norms of DoRA and replaced weights are computed
+                too.
+        """
+        index = TargetIndex(layers_of(layers))
+        rows = [self._row(match, index, layers) for match in self.match(layers)]
+        return LoraReport(self.name, str(self.path or "in memory"), self.sha256, rows, list(self.warnings))
+
+    def deltas(
+        self, layers: LayerShapes | HasLayers, *, allow_unmatched: bool = False
+    ) -> Mapping[str, LayerDelta]:
+        """The delta of every layer that the file touches; tensors are read at each access.
+
+        Args:
+            layers: name → (N, K) of a model's Linears, or a model.
+            allow_unmatched: leave out modules that match no layer, instead of refusing the file.
+
+        Raises:
+            HswqError: a module matches no layer, has the wrong shape, or overlaps another; or nothing matches
+                at all.
+        """
+        shapes = layers_of(layers)
+        matches = self.match(layers)
+        self._refuse(matches, shapes, allow_unmatched=allow_unmatched)
+        grouped: dict[str, list[tuple[Entry, Target]]] = {}
+        for match in matches:
+            if match.target is not None:
+                grouped.setdefault(match.target.layer, []).append((match.entry, match.target))
+        return PerLayer(list(grouped), lambda layer: self._delta(layer, shapes[layer], grouped[layer]))
+
+    def dense_deltas(
+        self, layers: LayerShapes | HasLayers, *, allow_unmatched: bool = False
+    ) -> Mapping[str, Tensor]:
+        """Layer → ΔW at strength 1, fp32 [N, K]; computed at each access.
+
+        Raises:
+            HswqError: as `deltas`; and for a DoRA layer if `layers` is no model, since its ΔW depends on the
+                weight.
+        """
+        deltas = self.deltas(layers, allow_unmatched=allow_unmatched)
+
+        def dense(layer: str) -> Tensor:
+            delta = deltas[layer]
+            return delta.dense(weight_of(layers, layer) if delta.needs_weight else None)
+
+        return PerLayer(list(deltas), dense)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(sorted({entry.in_words for entry in self.entries}))
+        return f"<LoraFile {self.name}: {len(self.entries)} modules ({kinds})>"
+
+    def _delta(self, layer: str, shape: tuple[int, int], items: list[tuple[Entry, Target]]) -> LayerDelta:
+        parts = [part_of(entry, self.tensors, target.start, target.stop) for entry, target in items]
+        biases = [bias_parts_of(entry, self.tensors, target.start, target.stop) for entry, target in items]
+        found = tuple(part for part in parts if part is not None)
+        return LayerDelta(layer, shape, found, tuple(bias for group in biases for bias in group))
+
+    def _row(self, match: Match, index: TargetIndex, layers: LayerShapes | HasLayers) -> LoraRow:
+        entry, target = match.entry, match.target
+        row = LoraRow(entry.module, tuple(entry.keys.values()), entry.in_words, match.status, rank=entry.rank)
+        if target is None:
+            nearest = index.nearest(entry.module) if match.status == "unmatched" else ""
+            return replace(row, why_not=match.why_not, nearest=nearest)
+        return replace(
+            row,
+            layer=target.layer,
+            rows=f"{target.start}:{target.stop}",
+            scale=entry.scale.value,
+            rule=entry.scale.rule,
+            alternative=entry.scale.alternative,
+            norm=self._norm(entry, target, layers),
+        )
+
+    def _norm(self, entry: Entry, target: Target, layers: LayerShapes | HasLayers) -> float | None:
+        part = part_of(entry, self.tensors, target.start, target.stop)
+        if part is None:
+            return None
+        if not part.needs_weight:
+            return part.norm()
+        weight = weight_of(layers, target.layer)
+        return None if weight is None else float(part.dense(weight[target.start : target.stop]).norm())
+
+    def _refuse(self, matches: list[Match], shapes: LayerShapes, *, allow_unmatched: bool) -> None:
+        """Raises for the worst problem among the matches."""
+        for status in ("conflict", "wrong shape"):
+            bad = [match for match in matches if match.status == status]
+            if bad:
+                raise HswqError(
+                    f"{status}: {bad[0].why_not}"
+                    + (f" (and {len(bad) - 1} more such modules)" if len(bad) > 1 else ""),
+                    file=self.path or self.name,
+                    tensor=next(iter(bad[0].entry.keys.values())),
+                    found=list(bad[0].entry.shape or ()),
+                    fix="use a LoRA that was made for this model",
+                )
+        lost = [match.entry for match in matches if match.status in ("unmatched", "not readable")]
+        applied = any(match.target is not None for match in matches)
+        if applied and (allow_unmatched or not lost):
+            return
+        index = TargetIndex(shapes)
+        names = [f"{entry.module} (nearest layer: {index.nearest(entry.module)})" for entry in lost[:5]]
+        raise HswqError(
+            f"{len(lost)} of {len(matches)} modules of this LoRA match no layer of the model",
+            file=self.path or self.name,
+            tensor=next(iter(lost[0].keys.values())) if lost else None,
+            found=", ".join(names) + (", …" if len(lost) > 5 else "") if names else "text-encoder keys only",
+            expected="names of the model's Linears",
+            fix="use allow_unmatched=True to leave them out"
+            if applied
+            else "use a LoRA that was made for this model",
+        )
+
+
+def _match(entry: Entry, index: TargetIndex) -> Match:
+    if entry.kind == "text encoder":
+        return Match(entry, None, "text encoder", entry.why_not)
+    if entry.kind == "unknown":
+        return Match(entry, None, "not readable", entry.why_not)
+    target = index.find(entry.module)
+    if target is None:
+        return Match(entry, None, "unmatched", "the model has no such Linear")
+    n, k = entry.shape or (0, None)
+    rows = target.stop - target.start
+    if n != rows or k not in (None, target.k):
+        why = f"{target.layer} takes [{rows}, {target.k}], the file has [{n}, {k if k is not None else '—'}]"
+        if k not in (None, target.k) and k is not None and n * target.k == rows * k:
+            why += f"; this LoRA looks made for {model_of_width(k)}"
+        return Match(entry, None, "wrong shape", why)
+    return Match(entry, target)
+
+
+def _without_conflicts(matches: list[Match]) -> list[Match]:
+    """Marks entries whose rows another entry of the file has claimed (fused and split, or two spellings)."""
+    taken: dict[str, list[tuple[Target, Entry]]] = {}
+    checked = []
+    for match in matches:
+        target = match.target
+        if target is not None:
+            others = taken.setdefault(target.layer, [])
+            clash = next((e for t, e in others if t.start < target.stop and target.start < t.stop), None)
+            others.append((target, match.entry))
+            if clash is not None:
+                why = f"{match.entry.module} and {clash.module} both change {target.layer}"
+                checked.append(Match(match.entry, None, "conflict", why))
+                continue
+        checked.append(match)
+    return checked
+
+
+def load_lora(path: str | os.PathLike[str], *, full_lokr_scale: FullLokrScale = "one") -> LoraFile:
+    """Reads a LoRA file in any of the known dialects; all tensors are checked, none is kept in memory.
+
+    Args:
+        path: a .safetensors file, or a folder in PEFT's layout.
+        full_lokr_scale: the factor of a LoKr with two full factors: "one" (LyCORIS, ComfyUI), or "alpha/dim"
+            with the dim of the header's metadata. The other choice is shown in the report where the two
+            differ.
+
+    Raises:
+        HswqError: no LoRA file; one for another model (named); a method that is no additive delta (named); an
+            incomplete, contradictory or damaged one, with the key's name.
+    """
+    return _understood(read_raw(Path(path)), full_lokr_scale)
+
+
+def lora_from_tensors(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    name: str = "in memory",
+    *,
+    full_lokr_scale: FullLokrScale = "one",
+) -> LoraFile:
+    """The same as `load_lora` for tensors in memory."""
+    return _understood(raw_from_tensors(tensors, metadata or {}, name), full_lokr_scale)
+
+
+def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
+    if full_lokr_scale not in get_args(FullLokrScale):
+        raise HswqError("unknown full_lokr_scale", found=repr(full_lokr_scale), expected="one or alpha/dim")
+    refuse_unusable(raw)
+    peft = peft_settings(raw.metadata, raw.adapter_config)
+    builder = EntryBuilder(raw.tensors, raw.path, peft, metadata_rank(raw.metadata, peft), full_lokr_scale)
+    entries = tuple(
+        builder.entry(module, keys) if kind is None else Entry(module, kind, keys, why_not=why)
+        for module, kind, keys, why in _grouped(raw)
+    )
+    refuse_fused_and_split(entries, raw.path)
+    warnings = raw.warnings + file_warnings(entries, raw.tensors)
+    return LoraFile(raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors)
+
+
+def _grouped(
+    raw: RawLora,
+) -> Iterator[tuple[str, Literal["text encoder", "unknown"] | None, dict[str, str], str]]:
+    """(module, kind if it is not to be applied, role → key, why not) in the file's order."""
+    modules: dict[str, dict[str, str]] = {}
+    aside: list[tuple[str, Literal["text encoder", "unknown"], dict[str, str], str]] = []
+    for key in raw.tensors:
+        parsed = parse_key(key)
+        if is_text_encoder(key):
+            aside.append((key, "text encoder", {"tensor": key}, "the checkpoint holds no text encoder"))
+        elif parsed is None:
+            aside.append((key, "unknown", {"tensor": key}, "no known ending of a LoRA key"))
+        else:
+            roles = modules.setdefault(parsed.module, {})
+            if parsed.role in roles:
+                raise HswqError(
+                    "two tensors play the same role in one module",
+                    file=raw.path,
+                    tensor=key,
+                    found=f"{roles[parsed.role]} and {key}",
+                    expected="one adapter a file, each tensor once",
+                )
+            roles[parsed.role] = key
+    yield from ((module, None, roles, "") for module, roles in modules.items())
+    yield from aside
