@@ -1,17 +1,20 @@
-"""Row chunks: the reference works through a matrix in pieces, so its temporaries stay small whatever the matrix."""
+"""Row chunks: the reference works through a matrix in pieces, so that its temporaries stay small."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-# A million elements a piece: 4 MB of fp32, some fifteen temporaries of that size at the worst place (the sweep).
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A million elements a piece: 4 MB of fp32, and about a dozen such temporaries in the worst place (the sweep).
 CHUNK_ELEMENTS = 1 << 20
 
 
 def row_chunks(rows: int, cols: int) -> Iterator[slice]:
     """Slices of whole rows that cover ``range(rows)`` in order, about `CHUNK_ELEMENTS` elements each.
 
-    Everything that is computed a chunk at a time is computed row by row, so results do not depend on the chunks.
+    What is computed a chunk at a time is computed row by row, so results do not depend on the chunks.
     """
     step = max(1, CHUNK_ELEMENTS // max(1, cols))
     for start in range(0, rows, step):

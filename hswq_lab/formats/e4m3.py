@@ -1,4 +1,4 @@
-"""E4M3 (the "fn" variant: no infinity, NaN = 0x7F and 0xFF): block scales of NVFP4, and an 8-bit weight format."""
+"""E4M3 ("fn": no infinity, NaN = 0x7F and 0xFF): the block scales of NVFP4, and an 8-bit format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ MAX_CODE = 0x7E
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """float8_e4m3fn nearest to fp32 ``x``, ties to even, subnormals included, beyond +-448 saturated; NaN stays NaN.
+    """The nearest float8_e4m3fn: ties to even, subnormals kept, beyond +-448 saturated; NaN stays NaN.
 
-    The clamp is explicit: older torch and device code turn 465 and more into NaN, newer CPU code hides its absence.
+    The clamp is explicit: older torch and device code make NaN of 465 and more, newer CPU code hides its
+    absence.
     """
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 

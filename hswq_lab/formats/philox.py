@@ -1,10 +1,11 @@
 """Philox4x32-10: random bits that depend on a seed and an element's index only, never on threads or order.
 
-The definition: key words = (low, high) 32 bits of the 64-bit seed; counter words = (low, high) 32 bits of the element's index, 0,
-0; ten rounds of Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11). Of the four
-output words the first is used: ``u = (word0 >> 8) * 2^-24``, 24 bits, 0 <= u < 1.
+The definition: the key is the 64-bit seed as words (low, high); the counter is the element's index as words
+(low, high, 0, 0); ten rounds of Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
+as 1, 2, 3", SC'11). Of the four words that come out the first is used: ``u = (word0 >> 8) * 2^-24``, 24
+bits, 0 <= u < 1.
 
-The element index of a matrix is ``row * K + column`` in its logical, unpadded shape.
+The element index of a matrix is ``row * K + column`` of its logical, unpadded shape.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def philox4x32_10(key: int, counter: Tensor) -> Words:
 
     Args:
         key: the seed; its lowest 64 bits count (a negative one is taken modulo 2^64).
-        counter: int64, any shape: the lower half of the 128-bit counter (the upper half is 0).
+        counter: int64, any shape: the lower half of the 128-bit counter, whose upper half is 0.
 
     Returns:
         Four int64 tensors of the counter's shape, each value in 0 .. 2^32 - 1.
@@ -34,11 +35,11 @@ def philox4x32_10(key: int, counter: Tensor) -> Words:
 
 
 def philox_rounds(counter: Words, key: int) -> Words:
-    """The ten rounds on a full 128-bit counter, given as four words (int64 tensors, least significant word first)."""
+    """The ten rounds on a full 128-bit counter: four int64 tensors of 32-bit words, the lowest first."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(10):
-        # The 64-bit products wrap around in int64; their bits are those of the unsigned product.
+        # The 64-bit products wrap around in int64, which leaves them the bits of the unsigned products.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c2 = ((product1 >> 32) & _MASK) ^ c1 ^ k0, ((product0 >> 32) & _MASK) ^ c3 ^ k1
         c1, c3 = product1 & _MASK, product0 & _MASK
@@ -47,7 +48,7 @@ def philox_rounds(counter: Words, key: int) -> Words:
 
 
 def uniform(seed: int, rows: slice, cols: int, device: torch.device | None = None) -> Tensor:
-    """fp32 [rows, cols], multiples of 2^-24 in [0, 1), for these rows of a matrix with ``cols`` columns."""
+    """The u of these rows of a matrix: fp32 [rows, cols], multiples of 2^-24 in [0, 1)."""
     index = torch.arange(rows.start * cols, rows.stop * cols, dtype=torch.int64, device=device)
     word = philox4x32_10(seed, index)[0]
     return ((word >> 8).float() * 2.0**-24).reshape(rows.stop - rows.start, cols)

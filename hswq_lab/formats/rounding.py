@@ -1,4 +1,4 @@
-"""One rounding from fp64 to a result's dtype: torch's own cast to 16 bits goes through fp32 and rounds twice."""
+"""One rounding from fp64 to a result's dtype: torch's own cast to 16 bits rounds twice, by way of fp32."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 def round_once(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp64 values in ``dtype`` (fp32, bf16, fp16 or fp64), rounded to nearest even once.
+    """fp64 values in ``dtype`` (fp64, fp32, bf16 or fp16), rounded to nearest even, once.
 
-    For 16 bits the value is first rounded TO ODD in fp32 (where it is inexact, the neighbour with the odd last bit is taken),
-    which keeps what the second rounding needs to know (Boldo and Melquiond, "When double rounding is odd", 2005).
+    For 16 bits the value is first rounded TO ODD in fp32 (of the two neighbours of an inexact value, the
+    one whose last bit is odd), which keeps all that the second rounding has to know (Boldo, Melquiond,
+    "When double rounding is odd", 2005).
     """
-    if dtype in (torch.float64, torch.float32):
+    if dtype in {torch.float64, torch.float32}:
         return y.to(dtype)
     nearest = y.to(torch.float32)
     residual = y - nearest.double()
