@@ -13,7 +13,14 @@ from hswq_lab.results import write_text
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "brave-browser")
+_BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "brave-browser",
+)
 
 
 def find_browser() -> str | None:
@@ -35,7 +42,9 @@ def why_no_static_export() -> str | None:
     return None
 
 
-def save_figure(figure: go.Figure, path: str | os.PathLike[str], *, width: int = 1000, height: int = 560) -> Path:
+def save_figure(
+    figure: go.Figure, path: str | os.PathLike[str], *, width: int = 1000, height: int = 560
+) -> Path:
     """Writes a plotly figure to .html (self-contained, opens offline) or .png, .svg, .pdf.
 
     Args:
@@ -54,11 +63,16 @@ def save_figure(figure: go.Figure, path: str | os.PathLike[str], *, width: int =
         return target
     if suffix not in (".png", ".svg", ".pdf"):
         raise HswqError(
-            "a figure cannot be saved in this form", file=target, found=suffix, expected=".html, .png, .svg or .pdf"
+            "a figure cannot be saved in this form",
+            file=target,
+            found=suffix,
+            expected=".html, .png, .svg or .pdf",
         )
     missing = why_no_static_export()
     if missing is not None:
-        raise HswqError("a static picture cannot be made here", file=target, found=missing, fix="save as .html instead")
+        raise HswqError(
+            "a static picture cannot be made here", file=target, found=missing, fix="save as .html instead"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     scale = 2 if suffix == ".png" else 1
     figure.write_image(target, width=width, height=figure.layout.height or height, scale=scale)

@@ -40,7 +40,9 @@ class Job(Generic[T]):
         with self._lock:
             if self.state != "idle":
                 raise HswqError(
-                    "this job was started before", found=self.state, fix="make a new Job, or wait for this one"
+                    "this job was started before",
+                    found=self.state,
+                    fix="make a new Job, or wait for this one",
                 )
             self.state = "running"
         self._started_at = time.monotonic()

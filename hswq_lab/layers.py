@@ -45,7 +45,9 @@ class LabLinear(nn.Module):
         resolved: the mode that the layer runs in.
     """
 
-    def __init__(self, name: str, weight: Tensor | PackedWeight, bias: Tensor | None, resolved: Resolved) -> None:
+    def __init__(
+        self, name: str, weight: Tensor | PackedWeight, bias: Tensor | None, resolved: Resolved
+    ) -> None:
         super().__init__()
         self.name = name
         self.weight = weight
@@ -66,7 +68,10 @@ class LabLinear(nn.Module):
         """x [..., K] unrotated → [..., N]."""
         if x.shape[-1] != self.in_features:
             raise HswqError(
-                "the input has the wrong width", tensor=self.name, found=tuple(x.shape), expected=self.in_features
+                "the input has the wrong width",
+                tensor=self.name,
+                found=tuple(x.shape),
+                expected=self.in_features,
             )
         rows = x.reshape(-1, self.in_features)
         self._counters[0].add_(1)
@@ -167,6 +172,8 @@ _KINDS: dict[str, type[LabLinear]] = {
 }
 
 
-def make_linear(name: str, weight: Tensor | PackedWeight, bias: Tensor | None, resolved: Resolved) -> LabLinear:
+def make_linear(
+    name: str, weight: Tensor | PackedWeight, bias: Tensor | None, resolved: Resolved
+) -> LabLinear:
     """The layer for a weight in its resolved mode."""
     return _KINDS[resolved.mode](name, weight, bias, resolved)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,37 +11,22 @@ import torch
 from torch import Tensor
 
 from hswq_lab import ops
+from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
 from hswq_lab.attachments import Attachment, Attachments, Way
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
-from hswq_lab.layers import LabLinear, make_linear
+from hswq_lab.layers import LabLinear
 from hswq_lab.lora import BakeReport, LoraFile
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
-from hswq_lab.models.zimage import ZImage, ZImageConfig, linear_layers
+from hswq_lab.models.zimage import PATCH, ZImage, ZImageConfig, linear_layers
 from hswq_lab.modes import ModeRequest, Requested, Resolved, Uncalibrated, resolve
 from hswq_lab.progress import Progress, silent
 from hswq_lab.report import LayerRow, LoadReport
 
 if TYPE_CHECKING:
     from hswq_lab.spec import ModelSpec
-
-
-class SharedWeights:
-    """Device copies of weights that several views of one checkpoint use; gone when no network holds them."""
-
-    def __init__(self) -> None:
-        self._values: weakref.WeakValueDictionary[tuple[object, ...], Tensor | PackedWeight] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def get(self, key: tuple[object, ...], make: Callable[[], Tensor | PackedWeight]) -> Tensor | PackedWeight:
-        """The value of a key, made if no network holds it."""
-        value = self._values.get(key)
-        if value is None:
-            value = self._values[key] = make()
-        return value
 
 
 class Model:
@@ -91,7 +75,7 @@ class Model:
         for layer in self.layers():
             self._resolve(layer)  # refuses an impossible mode now, not in the middle of a picture
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- what it is ------------------------------------------------------------------------------------------
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Every Linear in network order: name → (N, K)."""
@@ -121,7 +105,7 @@ class Model:
     def report(self) -> LoadReport:
         """Format, rotation, mode and reason for every layer, with the counters of the network if it is built."""
         with self._lock:
-            built = {} if self._network is None else _linears_of(self._network)
+            built = {} if self._network is None else linears_of(self._network)
             rows = [self._row(layer, built.get(layer)) for layer in self.layers()]
         return LoadReport(
             model=self.name,
@@ -137,7 +121,7 @@ class Model:
         loras = ", ".join(str(attachment) for attachment in self._attachments) or "no LoRAs"
         return f"<Model {self.name}: {len(self.layers())} Linears, mode {self.request.mode}, {loras}, on {self.device}>"
 
-    # -- views and copies -----------------------------------------------------------------------------------------
+    # -- views and copies ------------------------------------------------------------------------------------
 
     def in_mode(self, mode: Requested, uncalibrated: Uncalibrated | None = None) -> Model:
         """A view of this model that runs in another mode and shares its weights; this model is not changed.
@@ -187,7 +171,7 @@ class Model:
 
         return spec_of(self)
 
-    # -- the network ----------------------------------------------------------------------------------------------
+    # -- the network -----------------------------------------------------------------------------------------
 
     def network(self) -> ZImage:
         """The network, built now if it is not there. Its Linears are `hswq_lab.layers.LabLinear`s."""
@@ -198,51 +182,22 @@ class Model:
 
     def linears(self) -> dict[str, LabLinear]:
         """The network's Linears by layer name."""
-        return _linears_of(self.network())
+        return linears_of(self.network())
 
     def unload(self) -> None:
-        """Drops the network and everything computed from the declared state; the next use rebuilds them."""
+        """Drops the network and its weights; the next use rebuilds them from the checkpoint and the declared state."""
         with self._lock:
             self._network = None
-            self._attachments.forget()
 
     def _build(self) -> ZImage:
-        network = ZImage(self.config, linear=self._linear)
-        rest = {}
-        for key in network.state_dict():
-            if key not in self.checkpoint:
-                raise HswqError(
-                    "the checkpoint lacks a tensor that the network needs", file=self.checkpoint.path, tensor=key
-                )
-            value = self.checkpoint[key]
-            if isinstance(value, PackedWeight):
-                raise HswqError("a tensor that is no Linear's weight is packed", file=self.checkpoint.path, tensor=key)
-            rest[key] = value.to(self.device, self.dtype)
-        network.load_state_dict(rest, assign=True)
-        return network.to(self.device).eval().requires_grad_(False)
-
-    def _linear(self, name: str, in_features: int, out_features: int, bias: bool) -> LabLinear:
-        key = (name, str(self.device), str(self.dtype), *self._attachments.bake_key(name))
-        weight = self._shared.get(key, lambda: self._on_device(self._attachments.effective(name)))
-        bias_value = self._attachments.effective_bias(name)
-        if bias and bias_value is None:
-            raise HswqError("the checkpoint lacks a bias", file=self.checkpoint.path, tensor=f"{name}.bias")
-        if bias_value is not None:
-            bias_value = bias_value.to(self.device, self.dtype)
-        layer = make_linear(name, weight, bias_value, self._resolve(name))
-        layer.branches = self._attachments.branches(name, self.device, self.dtype)
-        return layer
-
-    def _on_device(self, value: Tensor | PackedWeight) -> Tensor | PackedWeight:
-        if isinstance(value, PackedWeight):
-            return value.to(self.device)
-        return value.to(self.device, self.dtype)
+        parts = Parts(self.checkpoint, self._attachments, self._shared, self.device, self.dtype)
+        return build_network(self.config, parts, self._resolve)
 
     def _resolve(self, layer: str) -> Resolved:
         entry = self.checkpoint.entry(f"{layer}.weight")
         return resolve(layer, entry.format, entry.calibrated, self.request, ops.fp4_is_native(self.device))
 
-    # -- LoRAs ----------------------------------------------------------------------------------------------------
+    # -- LoRAs -----------------------------------------------------------------------------------------------
 
     def attach(
         self,
@@ -272,7 +227,7 @@ class Model:
         with self._lock:
             added = Attachment(lora, float(strength), how, source, allow_unmatched)
             changed = self._attachments.plus(added)
-            report = changed.evidence(added)
+            report = changed.evidence(self.device, added)
             self._adopt(changed)
             return report
 
@@ -289,9 +244,9 @@ class Model:
         """Changes the strength of an attached LoRA; free for a branch, a new bake from the pristine weights else."""
         with self._lock:
             changed = self._attachments.with_strength(lora, float(strength))
-            if self._network is not None and changed.only_branch_strengths_differ(self._attachments):
-                for layer in _linears_of(self._network).values():
-                    if layer.branches is not None:
+            if self._network is not None and changed.differs_only_in_branch_strengths(self._attachments):
+                for layer in linears_of(self._network).values():
+                    if layer.branches is not None and lora.sha256 in layer.branches.strengths:
                         layer.branches.set_strength(lora.sha256, float(strength))
                 self._attachments = changed
             else:
@@ -300,7 +255,7 @@ class Model:
     def bake_report(self) -> BakeReport:
         """The evidence for every LoRA on the model together, computed from the weights."""
         with self._lock:
-            return self._attachments.evidence()
+            return self._attachments.evidence(self.device)
 
     def _adopt(self, changed: Attachments) -> None:
         # The old network lives until the new one is built, so that both share the device copies of untouched layers.
@@ -313,7 +268,21 @@ class Model:
                 self._attachments, self._network = before, built
                 raise
 
-    # -- pictures -------------------------------------------------------------------------------------------------
+    def effective_items(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        """Every parameter with what is baked into it, one at a time, on the CPU; branches are not in it."""
+        layers = self.layers()
+        for key in self.checkpoint:
+            layer, _, kind = key.rpartition(".")
+            if layer in layers and kind == "weight":
+                yield key, self._attachments.effective(layer, self.device).to("cpu")
+            elif layer not in layers or kind != "bias":
+                yield key, self.checkpoint[key]
+        for layer in layers:
+            bias = self._attachments.effective_bias(layer)
+            if bias is not None:
+                yield f"{layer}.bias", bias.cpu()
+
+    # -- pictures --------------------------------------------------------------------------------------------
 
     def encode(self, prompt: str | Tensor) -> Tensor:
         """Caption features [tokens, cap_feat_dim] of a prompt; a tensor is taken as features already."""
@@ -321,7 +290,9 @@ class Model:
             return prompt
         if self.companion is None:
             raise HswqError(
-                "this model has no text encoder here", tensor=self.name, fix="pass caption features as a tensor"
+                "this model has no text encoder here",
+                tensor=self.name,
+                fix="pass caption features as a tensor",
             )
         return self.companion.encode(prompt)
 
@@ -370,8 +341,8 @@ class Model:
         Raises:
             HswqError: impossible arguments, or no text encoder for a text prompt.
         """
-        levels = sigmas(steps, shift := self._default_shift() if shift is None else shift)
-        size = size or (self.companion.size if self.companion else (1024, 1024))
+        levels = sigmas(steps, shift := self.default_shift if shift is None else shift)
+        size = size or self.default_size
         noise = starting_noise(self._latent_shape(size), seed)
         latents, x0 = [], []
         tell = progress or silent
@@ -402,17 +373,26 @@ class Model:
             codec=self.companion.codec if self.companion else None,
         )
 
-    def _default_shift(self) -> float:
+    @property
+    def default_shift(self) -> float:
+        """The noise shift of a run that asks for none: the companion's, else 3."""
         return self.companion.shift if self.companion else 3.0
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """(height, width) in pixels of a run that asks for none: the companion's, else 1024 each."""
+        return self.companion.size if self.companion else (1024, 1024)
 
     def _latent_shape(self, size: tuple[int, int]) -> tuple[int, int, int]:
         cell = self.companion.pixels_per_latent if self.companion else 8
-        step = cell * self.config.patch_size
+        step = cell * PATCH
         if any(side <= 0 or side % step for side in size):
-            raise HswqError("the size does not fit the model", found=size, expected=f"multiples of {step} pixels")
+            raise HswqError(
+                "the size does not fit the model", found=size, expected=f"multiples of {step} pixels"
+            )
         return (self.config.in_channels, size[0] // cell, size[1] // cell)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _row(self, layer: str, built: LabLinear | None) -> LayerRow:
         entry = self.checkpoint.entry(f"{layer}.weight")
@@ -432,7 +412,3 @@ class Model:
         )
         return row if built is None else replace(row, **vars(built.counts))
 
-
-def _linears_of(network: torch.nn.Module) -> dict[str, LabLinear]:
-    modules: Mapping[str, torch.nn.Module] = dict(network.named_modules())
-    return {name: module for name, module in modules.items() if isinstance(module, LabLinear)}

@@ -29,7 +29,9 @@ class ModeRequest:
             raise HswqError("unknown mode", found=repr(self.mode), expected=" or ".join(get_args(Requested)))
         if self.uncalibrated not in (None, *get_args(Uncalibrated)):
             raise HswqError(
-                "unknown treatment of uncalibrated layers", found=repr(self.uncalibrated), expected="dynamic or unit"
+                "unknown treatment of uncalibrated layers",
+                found=repr(self.uncalibrated),
+                expected="dynamic or unit",
             )
 
 
@@ -58,7 +60,9 @@ def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, s
     return ModeRequest(), None
 
 
-def resolve(name: str, weight_format: str, calibrated: bool, request: ModeRequest, fp4_is_native: bool) -> Resolved:
+def resolve(
+    name: str, weight_format: str, calibrated: bool, request: ModeRequest, fp4_is_native: bool
+) -> Resolved:
     """The mode of one layer.
 
     Args:

@@ -76,7 +76,9 @@ class LoadReport(Result):
         """A short summary for a console."""
         kinds = Counter((row.format, row.mode) for row in self.layers)
         lines = [f"{self.model} ({self.source}) on {self.device} in {self.dtype}, mode {self.requested_mode}"]
-        lines += [f"  {count:4d} layers {form} run as {mode}" for (form, mode), count in sorted(kinds.items())]
+        lines += [
+            f"  {count:4d} layers {form} run as {mode}" for (form, mode), count in sorted(kinds.items())
+        ]
         lines.append(f"  {self.bits_per_weight:.2f} bits a weight over {len(self.layers)} Linears")
         clipped, blocks = sum(row.clipped for row in self.layers), sum(row.blocks for row in self.layers)
         if blocks:

@@ -74,9 +74,13 @@ class Result:
                 )
         return target
 
+    def _plot(self) -> str:
+        """The figure as a piece of HTML that works offline; a result that is only a table returns ""."""
+        return str(self.figure().to_html(full_html=False, include_plotlyjs=True))
+
     def _page(self) -> str:
         title = html.escape(type(self).__name__)
-        plot = self.figure().to_html(full_html=False, include_plotlyjs=True)
+        plot = self._plot()
         table = self.to_frame().to_html(index=False, escape=True, float_format=lambda v: f"{v:.5g}", border=0)
         return (
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"

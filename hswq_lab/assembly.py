@@ -1,0 +1,125 @@
+"""A network put together from a checkpoint, the LoRAs declared on it, and the mode of each layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hswq_lab.attachments import Attachments
+from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import PackedWeight
+from hswq_lab.layers import LabLinear, make_linear
+from hswq_lab.models.zimage import ZImage, ZImageConfig
+from hswq_lab.modes import Resolved
+
+
+class SharedWeights:
+    """Weights on a device that several views of one checkpoint use; gone when no network holds them."""
+
+    def __init__(self) -> None:
+        self._values: weakref.WeakValueDictionary[tuple[object, ...], Tensor | PackedWeight] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def get(
+        self, key: tuple[object, ...], make: Callable[[], Tensor | PackedWeight]
+    ) -> Tensor | PackedWeight:
+        """The value of a key, made if no network holds it."""
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = make()
+        return value
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a network is made of.
+
+    Attributes:
+        dtype: of activations and of all weights that are not packed.
+    """
+
+    checkpoint: Checkpoint
+    attachments: Attachments
+    shared: SharedWeights
+    device: torch.device
+    dtype: torch.dtype
+
+    def weight(self, layer: str) -> Tensor | PackedWeight:
+        """A Linear's weight with everything that is baked into it."""
+        key = (layer, str(self.device), str(self.dtype), *self.attachments.bake_key(layer))
+        return self.shared.get(key, lambda: self._working(self.attachments.effective(layer, self.device)))
+
+    def bias(self, layer: str) -> Tensor | None:
+        """A Linear's bias, baked deltas included."""
+        value = self.attachments.effective_bias(layer)
+        return None if value is None else value.to(self.device, self.dtype)
+
+    def other(self, name: str) -> Tensor:
+        """A parameter that belongs to no Linear; raises HswqError if it is missing or packed."""
+        if name not in self.checkpoint:
+            raise HswqError(
+                "the checkpoint lacks a tensor that the network needs",
+                file=self.checkpoint.path,
+                tensor=name,
+            )
+        value = self.checkpoint[name]
+        if isinstance(value, PackedWeight):
+            raise HswqError(
+                "a tensor that is no Linear's weight is packed", file=self.checkpoint.path, tensor=name
+            )
+        return value.to(self.device, self.dtype)
+
+    def _working(self, value: Tensor | PackedWeight) -> Tensor | PackedWeight:
+        return value if isinstance(value, PackedWeight) else value.to(self.dtype)
+
+
+def build_network(config: ZImageConfig, parts: Parts, resolve: Callable[[str], Resolved]) -> ZImage:
+    """The network, with a `LabLinear` for every Linear.
+
+    Args:
+        config: the sizes.
+        parts: where the weights come from.
+        resolve: the mode of a layer, by name.
+
+    Raises:
+        HswqError: the checkpoint lacks a tensor or holds one of another shape.
+    """
+
+    def linear(layer: str, in_features: int, out_features: int, bias: bool) -> LabLinear:  # noqa: FBT001
+        weight, bias_value = parts.weight(layer), parts.bias(layer)
+        if tuple(weight.shape) != (out_features, in_features):
+            raise HswqError(
+                "a weight has the wrong shape",
+                file=parts.checkpoint.path,
+                tensor=f"{layer}.weight",
+                found=tuple(weight.shape),
+                expected=(out_features, in_features),
+            )
+        if bias and bias_value is None:
+            raise HswqError(
+                "the checkpoint lacks a bias", file=parts.checkpoint.path, tensor=f"{layer}.bias"
+            )
+        made = make_linear(layer, weight, bias_value, resolve(layer))
+        made.branches = parts.attachments.branches(layer, parts.device, parts.dtype, bias_value)
+        return made
+
+    network = ZImage(config, linear)
+    try:
+        network.load_state_dict({name: parts.other(name) for name in network.state_dict()}, assign=True)
+    except RuntimeError as error:  # torch's way to say that a shape differs
+        raise HswqError(
+            "the checkpoint does not fit the network", file=parts.checkpoint.path, found=error
+        ) from error
+    return network.eval().requires_grad_(requires_grad=False)
+
+
+def linears_of(network: nn.Module) -> dict[str, LabLinear]:
+    """The `LabLinear`s of a network, by layer name, in network order."""
+    return {name: module for name, module in network.named_modules() if isinstance(module, LabLinear)}
+

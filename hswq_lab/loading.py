@@ -1,0 +1,104 @@
+"""`hl.load` and `hl.save`: models from files and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from hswq_lab.attachments import Attachment
+from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.errors import HswqError
+from hswq_lab.model import Model
+from hswq_lab.models.companion import Companion
+from hswq_lab.models.mini import mini_companion, mini_weights
+from hswq_lab.models.zimage import MINI, ZImageConfig
+from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
+from hswq_lab.progress import Progress
+
+MODEL_KEY = "hswq.model"
+LORAS_KEY = "hswq.loras"
+MINI_NAME = "mini-zimage"
+
+
+def load(
+    model: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    mode: Requested = "auto",
+    uncalibrated: Uncalibrated | None = None,
+) -> Model:
+    """Opens a model; only headers are read, weights come when they are needed.
+
+    Args:
+        model: "mini-zimage" (ships with the package), a .safetensors file, its index.json, or a diffusers folder;
+            16-bit or packed.
+        device: default: "cuda" if there is one, else "cpu".
+        dtype: of activations and unpacked weights; default bf16 on a GPU, fp32 on a CPU.
+        mode: "auto", "parity" (W4A16), "tc" (W4A4) or "tc8" (W4A8).
+        uncalibrated: what to do with layers without input_scale in tc and tc8: None refuses, "dynamic" or "unit".
+
+    Raises:
+        HswqError: no such file, a damaged one, not a known model family, or a mode that a layer cannot run in.
+    """
+    name = os.fspath(model)
+    path = mini_weights() if name == MINI_NAME and not Path(name).exists() else Path(name)
+    if not path.exists():
+        raise HswqError(
+            "there is no such model",
+            file=path,
+            expected=f"a file, a folder, or the name {MINI_NAME!r}",
+            fix="check the path",
+        )
+    checkpoint = Checkpoint.open(path)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    origin = "default" if mode == "auto" and uncalibrated is None else "asked for"
+    return Model(
+        checkpoint,
+        name=MINI_NAME if name == MINI_NAME else path.name,
+        companion=companion_for(checkpoint),
+        device=where,
+        dtype=dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32),
+        request=ModeRequest(mode, uncalibrated, origin),
+    )
+
+
+def companion_for(checkpoint: Checkpoint) -> Companion | None:
+    """Text encoder and codec of a checkpoint, if the package has them.
+
+    Known by the metadata that our packs carry, else by the mini model's unmistakable sizes.
+    """
+    is_mini = checkpoint.metadata.get(MODEL_KEY) == MINI_NAME
+    return mini_companion() if is_mini or ZImageConfig.from_shapes(checkpoint.shapes()) == MINI else None
+
+
+def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
+    """Writes a model's weights as one file in the ComfyUI layout, whole or not at all.
+
+    LoRAs that are baked become part of the file and are named in its metadata.
+
+    Raises:
+        HswqError: a LoRA is attached as a branch (a file cannot hold that), the target is the file that is being read,
+            or it cannot be written.
+    """
+    branches = [str(item) for item in model.loras if item.how == "branch"]
+    if branches:
+        raise HswqError(
+            "a LoRA that is attached as a branch cannot be saved in the file",
+            file=path,
+            found=", ".join(branches),
+            fix="attach it with how='bake' or 'bake_from_source', or detach it",
+        )
+    source = model.checkpoint
+    metadata = dict(source.metadata)
+    if model.loras:
+        told = [_told(item) for item in model.loras]
+        metadata[LORAS_KEY] = json.dumps([*json.loads(metadata.get(LORAS_KEY, "[]")), *told])
+    return write(path, model.effective_items(), metadata, None, progress, source=source)
+
+
+def _told(item: Attachment) -> dict[str, object]:
+    return {"name": item.lora.name, "sha256": item.lora.sha256, "strength": item.strength, "how": item.how}
