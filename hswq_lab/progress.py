@@ -14,18 +14,22 @@ class Progress(Protocol):
         label: what is being worked on, for a person to read.
     """
 
-    def __call__(self, done: int, total: int, label: str) -> None: ...
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """See the class."""
 
 
 def silent(done: int, total: int, label: str) -> None:
     """The progress of a caller who did not ask for any."""
 
 
-def part(progress: Progress, first: int, last: int, total: int) -> Progress:
-    """The progress of a sub-task that fills units `first` to `last` of a larger task's `total`."""
+def part(progress: Progress, first: int, last: int, total: int, name: str | None = None) -> Progress:
+    """The progress of a sub-task that fills units `first` to `last` of a larger task's `total`.
+
+    A `name` stands for the labels of the sub-task's own units.
+    """
 
     def inner(done: int, inner_total: int, label: str) -> None:
         span = last - first
-        progress(first + (span * done) // max(inner_total, 1), total, label)
+        progress(first + (span * done) // max(inner_total, 1), total, label if name is None else name)
 
     return inner

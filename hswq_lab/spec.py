@@ -65,7 +65,7 @@ class LoraSpec:
         """Reads the file again; raises HswqError if it holds something else now."""
         lora = load_lora(self.path, full_lokr_scale=self.full_lokr_scale)
         _check_content(self.path, lora.sha256, self.sha256)
-        source = self.source and _opened(self.source)[0]
+        source = None if self.source is None else _opened(self.source)[0]
         return Attachment(lora, self.strength, self.how, source, self.allow_unmatched)
 
 
@@ -133,8 +133,8 @@ _spilled: dict[int, FileSpec] = {}
 def spec_of(model: Model) -> ModelSpec:
     """The spec of a model. A checkpoint or LoRA that was never saved is written to a temporary file first.
 
-    That file goes away with the checkpoint (or LoRA) that it was made from, so a spec is good for as long as the
-    model lives. Workers on other machines need to see the same temporary folder (TMPDIR), or a saved pack.
+    That file goes away with the checkpoint (or LoRA) that it was made from, so a spec is good for as long
+    as the model lives. Workers on other machines need to see the same temporary folder (TMPDIR).
 
     Raises:
         HswqError: a temporary file cannot be written.
@@ -173,7 +173,7 @@ def _lora_spec(attachment: Attachment) -> LoraSpec:
         full_lokr_scale=attachment.lora.full_lokr_scale,
         strength=attachment.strength,
         how=attachment.how,
-        source=attachment.source and _file_of(attachment.source),
+        source=None if attachment.source is None else _file_of(attachment.source),
         allow_unmatched=attachment.allow_unmatched,
     )
 

@@ -101,6 +101,8 @@ def test_part_fills_its_share_of_the_whole():
     assert told == [(3, 10, "half"), (5, 10, "half"), (7, 10, "half")]
     inner(0, 0, "nothing to do")
     assert told[-1] == (3, 10, "nothing to do")
+    part(lambda done, total, label: told.append((done, total, label)), 0, 1, 2, "own name")(1, 1, "other")
+    assert told[-1] == (1, 2, "own name")
     assert silent(0, 1, "x") is None
 
 

@@ -69,6 +69,7 @@ class LoraFile:
         entries: its modules, in the file's order.
         warnings: what a reader should know about its scales and settings.
         tensors: key → tensor as stored.
+        full_lokr_scale: how it was read, see `load_lora`.
     """
 
     path: Path | None
@@ -78,6 +79,7 @@ class LoraFile:
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...]
     tensors: Tensors
+    full_lokr_scale: FullLokrScale = "one"
 
     def match(self, layers: LayerShapes | HasLayers) -> list[Match]:
         """Each entry with its target, or with the reason why it has none; raises nothing."""
@@ -276,7 +278,7 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
     )
     refuse_fused_and_split(entries, raw.path)
     warnings = raw.warnings + file_warnings(entries, raw.tensors)
-    return LoraFile(raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors)
+    return LoraFile(raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale)
 
 
 def _grouped(

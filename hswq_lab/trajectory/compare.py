@@ -48,15 +48,16 @@ def compare(
         model: the reference, usually the 16-bit model.
         variants: name → model, e.g. {"parity": pack.in_mode("parity"), "tc": pack.in_mode("tc")}.
         seeds: of the starting noises, each once.
-        prompts: as many as seeds (paired with them) or one for all; default: the model's own, the first ones if
-            it has more than there are seeds.
+        prompts: as many as seeds (paired with them) or one for all; default: the model's own, the first
+            ones if it has more than there are seeds.
         steps: Euler steps.
         cfg: guidance scale.
         shift: noise shift of all models; default: the reference's.
         size: (height, width) in pixels of all models; default: the reference's.
-        progress: told for every run that ended; it can cancel between two steps, or on an executor at any time.
-        executor: where the runs are made, e.g. `ProcessPoolExecutor` or Dask's `client.get_executor()`; default:
-            here, one after the other. Workers get a `ModelSpec`, never a model.
+        progress: told for every run that ended; it can cancel between two steps (on an executor: at any
+            time).
+        executor: where the runs are made, e.g. `ProcessPoolExecutor` or Dask's `client.get_executor()`;
+            default: here, one after the other. Workers get a `ModelSpec`, never a model.
 
     Raises:
         HswqError: seeds and prompts do not fit together, no variant, or a variant that cannot be compared.
@@ -176,8 +177,7 @@ def _runs_here(
     tell, total = progress or silent, len(models) * len(pairs)
     runs: Runs = {name: [] for name in models}
     for done, (name, (prompt, seed)) in enumerate(_units(models, pairs)):
-        label = _label(name, seed)
-        inner = part(_relabelled(tell, label), done, done + 1, total)
+        inner = part(tell, done, done + 1, total, _label(name, seed))
         runs[name].append(settings.run(models[name], prompt, seed, inner))
     return runs
 
@@ -214,10 +214,3 @@ def _units(
 
 def _label(name: str, seed: int) -> str:
     return f"{name}, seed {seed}"
-
-
-def _relabelled(progress: Progress, label: str) -> Progress:
-    def told(done: int, total: int, _: str) -> None:
-        progress(done, total, label)
-
-    return told

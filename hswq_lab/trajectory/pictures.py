@@ -86,6 +86,7 @@ def _lpips_network() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
             found=error,
             fix="fetch them once where there is a network, or uninstall lpips",
         ) from error
+    return network
 
 
 def lpips_distance(a: np.ndarray, b: np.ndarray) -> float:
