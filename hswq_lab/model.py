@@ -343,7 +343,7 @@ class Model:
         """
         levels = sigmas(steps, shift := self.default_shift if shift is None else shift)
         size = size or self.default_size
-        noise = starting_noise(self._latent_shape(size), seed)
+        noise = starting_noise(self.latent_shape(size), seed)
         latents, x0 = [], []
         tell = progress or silent
         label = prompt if isinstance(prompt, str) else "given caption features"
@@ -383,7 +383,12 @@ class Model:
         """(height, width) in pixels of a run that asks for none: the companion's, else 1024 each."""
         return self.companion.size if self.companion else (1024, 1024)
 
-    def _latent_shape(self, size: tuple[int, int]) -> tuple[int, int, int]:
+    def latent_shape(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """(channels, height, width) of the latent of a picture of this size in pixels.
+
+        Raises:
+            HswqError: a side is not a multiple of the smallest token.
+        """
         cell = self.companion.pixels_per_latent if self.companion else 8
         step = cell * PATCH
         if any(side <= 0 or side % step for side in size):

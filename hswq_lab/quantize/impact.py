@@ -226,8 +226,7 @@ class ImpactReport(Result):
         """
         content = read_json(path)
         try:
-            return cls.from_dict(content)  # type: ignore[arg-type]  # a wrong type is one of the errors
-            caught here
+            return cls.from_dict(content)  # type: ignore[arg-type]  # a wrong type is caught below
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise HswqError("this is no impact report", file=path, found=repr(error)) from error
 

@@ -1,0 +1,243 @@
+"""Trial: a private network of a 16-bit model on which layers are exchanged for packed ones."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from hswq_lab import ops, packing
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
+from hswq_lab.layers import LabLinear, make_linear
+from hswq_lab.models.sampler import sigmas, starting_noise
+from hswq_lab.models.zimage import padded_length
+from hswq_lab.modes import ModeRequest, resolve
+from hswq_lab.quantize.activations import Activations, observing
+from hswq_lab.quantize.plan import KEPT, layer_format
+from hswq_lab.quantize.replay import Replay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hswq_lab.model import Model
+    from hswq_lab.quantize.pack import Scales
+    from hswq_lab.trajectory.compare import Prompt
+
+BATCH_ROWS = 16
+"""Rows of one forward pass: each pair has two, with and without its prompt."""
+
+SAMPLE_ROWS = 64
+"""Input rows kept of each forward of a Linear in the reference run."""
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """What all runs of a trial share."""
+
+    pairs: tuple[tuple[Prompt, int], ...]
+    steps: int
+    cfg: float
+    shift: float
+    size: tuple[int, int]
+    scales: Scales
+
+
+class Trial:
+    """Final latents of a model with some layers packed, each in its real format and W4A4 if it is NVFP4.
+
+    Activation scales come from the reference run of the unchanged model. All pairs run in one batch, always
+    the same one, so that a layer exchanged for itself gives the reference's bits.
+
+    Args:
+        model: 16-bit, without LoRAs; not changed (the trial has a network of its own that shares the
+            weights).
+        settings: pairs of prompt and seed, steps and so on.
+
+    Raises:
+        HswqError: the model is packed or has LoRAs.
+    """
+
+    def __init__(self, model: Model, settings: TrialSettings) -> None:
+        if model.is_packed or model.loras:
+            raise HswqError(
+                "layers are tried out on a 16-bit model without LoRAs",
+                tensor=model.name,
+                found="LoRAs are attached" if model.loras else "packed layers",
+                fix="load the 16-bit source",
+            )
+        self.model = model
+        self.settings = settings
+        copy = model.on(model.device)
+        self._network = copy.network()
+        self._linears = copy.linears()
+        self._levels = sigmas(settings.steps, settings.shift)
+        self._batches = self._split()
+        self._owners = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._linears}
+        self._replay = Replay(self._network)
+        self._weights: dict[tuple[str, str], PackedWeight] = {}
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._observed: dict[bool, dict[str, Activations]] = {}
+
+    @cached_property
+    def reference(self) -> Tensor:
+        """Final latents of the unchanged model, fp32 [pairs, C, h, w] on its device; made once."""
+        self._replay.begin((), recording=True)
+        with observing(self._linears, self._groups(rotated=True), {}) as observed, self._sampling_inputs():
+            latents = self._sample()
+        self._observed[True] = observed
+        return latents
+
+    def activations(self, layer: str, *, rotated: bool) -> Activations:
+        """Statistics of a layer's inputs in the reference run, in a rotated weight's basis or as they are."""
+        if rotated not in self._observed:
+            _ = self.reference
+        if rotated not in self._observed:
+            self._replay.begin(())
+            with observing(self._linears, self._groups(rotated=rotated), {}) as observed:
+                self._sample()
+            self._observed[rotated] = observed
+        return self._observed[rotated][layer]
+
+    def inputs(self, layer: str) -> Tensor:
+        """Some of the layer's unrotated inputs in the reference run, [rows, K]; none if never reached."""
+        _ = self.reference
+        width = self._linears[layer].in_features
+        return torch.cat(self._inputs[layer]) if layer in self._inputs else torch.empty((0, width))
+
+    def weight(self, layer: str) -> Tensor:
+        """The layer's 16-bit weight [N, K]."""
+        value = self.model.checkpoint[f"{layer}.weight"]
+        if isinstance(value, PackedWeight):
+            raise HswqError("this layer is packed", tensor=layer, found=value.format)
+        return value.to(self.model.device)
+
+    def packed(self, layer: str, form: str) -> LabLinear | None:
+        """The layer in a plan's format, as a calibrated pack runs it in mode tc; None if never reached.
+
+        Raises:
+            HswqError: the format is "16-bit" or unknown.
+        """
+        original = self._linears[layer]
+        stored, group = layer_format(form, original.in_features)
+        if (layer, form) not in self._weights:
+            weight = packing.pack_weight(self.weight(layer), stored, group, self.settings.scales)
+            if isinstance(weight, Nvfp4Weight):
+                scale = self.activations(layer, rotated=group is not None).needed_scale
+                if scale is None:
+                    return None
+                weight = weight.with_input_scale(torch.tensor(scale, device=self.model.device))
+            self._weights[layer, form] = weight
+        native = ops.fp4_is_native(self.model.device)
+        resolved = resolve(layer, stored, calibrated=True, request=ModeRequest("tc"), fp4_is_native=native)
+        return make_linear(layer, self._weights[layer, form], original.bias, resolved)
+
+    def run(self, formats: Mapping[str, str]) -> Tensor:
+        """Final latents [pairs, C, h, w] with these layers packed: layer → format as in a plan."""
+        _ = self.reference
+        changed = {layer: form for layer, form in formats.items() if form != KEPT}
+        with self._exchanged(changed):
+            self._replay.begin(changed)
+            return self._sample()
+
+    def errors(self, latents: Tensor) -> list[float]:
+        """‖x − x_ref‖²/‖x_ref‖² for each pair, in fp64."""
+        reference = self.reference.flatten(1).double()
+        difference = latents.flatten(1).double() - reference
+        return [float(e) for e in difference.square().sum(1) / reference.square().sum(1)]
+
+    def cosines(self, latents: Tensor) -> list[float]:
+        """Cosine with the reference's final latent for each pair, in fp64."""
+        return [
+            float(c)
+            for c in cosine_similarity(latents.flatten(1).double(), self.reference.flatten(1).double())
+        ]
+
+    def _groups(self, *, rotated: bool) -> dict[str, int | None]:
+        return {
+            name: group_for(layer.in_features) if rotated else None for name, layer in self._linears.items()
+        }
+
+    @contextmanager
+    def _exchanged(self, formats: Mapping[str, str]) -> Iterator[None]:
+        before = []
+        try:
+            for layer, form in formats.items():
+                candidate = self.packed(layer, form)
+                if candidate is not None:
+                    owner, attribute = self._owners[layer], layer.rpartition(".")[2]
+                    before.append((owner, attribute, getattr(owner, attribute)))
+                    setattr(owner, attribute, candidate)
+            yield
+        finally:
+            for owner, attribute, module in before:
+                setattr(owner, attribute, module)
+
+    @contextmanager
+    def _sampling_inputs(self) -> Iterator[None]:
+        """Keeps evenly spaced rows of every Linear's input during the reference run."""
+
+        def keep(layer: LabLinear, inputs: tuple[Tensor, ...]) -> None:
+            rows = inputs[0].reshape(-1, layer.in_features)
+            stride = -(-len(rows) // SAMPLE_ROWS)
+            self._inputs.setdefault(layer.name, []).append(rows[::stride].clone())
+
+        hooks = [layer.register_forward_pre_hook(keep) for layer in self._linears.values()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _split(self) -> list[Batch]:
+        """Rows by padded caption length: first all prompts, then (with guidance) as many empty ones."""
+        texts: list[Prompt] = [prompt for prompt, _ in self.settings.pairs]
+        if self.settings.cfg != 1:
+            texts += [""] * len(texts)
+        captions = [self.model.encode(text).to(self.model.device, self.model.dtype) for text in texts]
+        by_length: dict[int, list[int]] = {}
+        for row, caption in enumerate(captions):
+            by_length.setdefault(padded_length(len(caption)), []).append(row)
+        return [
+            Batch(
+                rows[start : start + BATCH_ROWS], [captions[row] for row in rows[start : start + BATCH_ROWS]]
+            )
+            for rows in by_length.values()
+            for start in range(0, len(rows), BATCH_ROWS)
+        ]
+
+    @torch.no_grad()
+    def _sample(self) -> Tensor:
+        """Euler steps for all pairs at once; see `hswq_lab.models.sampler.euler`."""
+        device, dtype, cfg = self.model.device, self.model.dtype, self.settings.cfg
+        shape = self.model.latent_shape(self.settings.size)
+        latents = torch.stack([starting_noise(shape, seed) for _, seed in self.settings.pairs]).to(device)
+        count = len(latents)
+        tokens = []
+        for number, batch in enumerate(self._batches):
+            self._replay.at(0, number)
+            tokens.append(self._network.embed_captions(batch.captions, dtype))
+        for step, (sigma, following) in enumerate(pairwise(self._levels)):
+            out = torch.empty((count if cfg == 1 else 2 * count, *shape), device=device)
+            for number, batch in enumerate(self._batches):
+                self._replay.at(step, number)
+                x = latents[[row % count for row in batch.rows]].to(dtype)
+                t = torch.full((len(x),), 1 - sigma, device=device)
+                out[batch.rows] = self._network.denoise(x, t, tokens[number]).float()
+            direction = out if cfg == 1 else out[count:] + cfg * (out[:count] - out[count:])
+            latents = latents - (following - sigma) * direction
+        return latents
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that run through the network together; all captions have one padded length."""
+
+    rows: list[int]
+    captions: list[Tensor]
