@@ -67,13 +67,18 @@ class VariantVerdict:
         return f"{self.variant}: passes the reference gate{alike}; {figures}"
 
     def _reasons(self) -> list[str]:
-        reasons = [
-            f"seed {seed} fails with NaN or infinity in step {step}" for seed, step in self.failed.items()
-        ]
-        reasons += [f"seed {seed} bifurcates in step {step}" for seed, step in self.bifurcated.items()]
+        reasons = []
+        if self.failed:
+            reasons.append(f"NaN or infinity in seed {_seeds_and_steps(self.failed)}")
+        if self.bifurcated:
+            reasons.append(f"bifurcation in seed {_seeds_and_steps(self.bifurcated)}")
         if not self.mean >= GATE_MEAN:
             reasons.append(f"the mean is below {GATE_MEAN}")
         return reasons
+
+
+def _seeds_and_steps(steps: dict[int, int]) -> str:
+    return ", ".join(f"{seed} (step {step})" for seed, step in steps.items())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""What this machine can do at most, measured: bytes a second by a copy, operations by a matrix product."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from hswq_lab.bench.timing import seconds_per_call
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Measured limits of a device.
+
+    Attributes:
+        copy: bytes per second of a large copy, read and written bytes both counted.
+        matmul: floating-point operations per second of a large matrix product in `dtype`.
+        dtype: e.g. "bfloat16".
+    """
+
+    copy: float
+    matmul: float
+    dtype: str
+
+    def seconds(self, flop: float, traffic: float) -> float:
+        """The least time for so many operations and so many bytes (Williams et al. 2009)."""
+        return max(flop / self.matmul, traffic / self.copy)
+
+
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Measures a device; takes a second or two.
+
+    Args:
+        device: CPU or card.
+        dtype: of the matrix product.
+    """
+    on_card = device.type == "cuda"
+    source = torch.ones((2**30 if on_card else 2**26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    side = 8192 if on_card else 1024
+    a = torch.randn(side, side, device=device).to(dtype)
+    copy = seconds_per_call(lambda: target.copy_(source), device, repeats=9)
+    product = seconds_per_call(lambda: a @ a, device, repeats=9)
+    return Roofline(2 * source.numel() / copy, 2 * side**3 / product, str(dtype).removeprefix("torch."))
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Device, versions and threads: what a stored result is compared by."""
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        name = f"{card.name} (capability {card.major}.{card.minor})"
+    else:
+        name = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "device": str(device),
+        "name": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "threads": str(torch.get_num_threads()),
+        "platform": platform.platform(),
+    }
