@@ -13,7 +13,6 @@ from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model
 from hswq_lab.models.companion import Companion
-from hswq_lab.models.mini import mini_companion, mini_weights
 from hswq_lab.models.zimage import MINI, ZImageConfig
 from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
 from hswq_lab.progress import Progress
@@ -30,6 +29,7 @@ def load(
     *,
     mode: Requested = "auto",
     uncalibrated: Uncalibrated | None = None,
+    origin: str | None = None,
 ) -> Model:
     """Opens a model; only headers are read, weights come when they are needed.
 
@@ -40,12 +40,17 @@ def load(
         dtype: of activations and unpacked weights; default bf16 on a GPU, fp32 on a CPU.
         mode: "auto", "parity" (W4A16), "tc" (W4A4) or "tc8" (W4A8).
         uncalibrated: what to do with layers without input_scale in tc and tc8: None refuses, "dynamic" or "unit".
+        origin: who asked for this mode, for the report; default: "default" or "asked for".
 
     Raises:
         HswqError: no such file, a damaged one, not a known model family, or a mode that a layer cannot run in.
     """
     name = os.fspath(model)
-    path = mini_weights() if name == MINI_NAME and not Path(name).exists() else Path(name)
+    path = Path(name)
+    if name == MINI_NAME and not path.exists():
+        from hswq_lab.models.mini import mini_weights
+
+        path = mini_weights()
     if not path.exists():
         raise HswqError(
             "there is no such model",
@@ -55,7 +60,7 @@ def load(
         )
     checkpoint = Checkpoint.open(path)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    origin = "default" if mode == "auto" and uncalibrated is None else "asked for"
+    origin = origin or ("default" if mode == "auto" and uncalibrated is None else "asked for")
     return Model(
         checkpoint,
         name=MINI_NAME if name == MINI_NAME else path.name,
@@ -72,7 +77,11 @@ def companion_for(checkpoint: Checkpoint) -> Companion | None:
     Known by the metadata that our packs carry, else by the mini model's unmistakable sizes.
     """
     is_mini = checkpoint.metadata.get(MODEL_KEY) == MINI_NAME
-    return mini_companion() if is_mini or ZImageConfig.from_shapes(checkpoint.shapes()) == MINI else None
+    if not is_mini and ZImageConfig.from_shapes(checkpoint.shapes()) != MINI:
+        return None
+    from hswq_lab.models.mini import mini_companion
+
+    return mini_companion()
 
 
 def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:

@@ -323,6 +323,7 @@ class Model:
         shift: float | None = None,
         size: tuple[int, int] | None = None,
         *,
+        negative: str | Tensor = "",
         callback: Callable[[Step], None] | None = None,
         progress: Progress | None = None,
     ) -> Run:
@@ -335,6 +336,7 @@ class Model:
             cfg: guidance scale; 1 means none.
             shift: noise shift; the companion's default, else 3.
             size: (height, width) in pixels; the companion's default, else (1024, 1024).
+            negative: what guidance leads away from; text or features.
             callback: sees each step after it was made.
             progress: told after each step.
 
@@ -356,7 +358,7 @@ class Model:
                 callback(step)
 
         tell(0, steps, label)
-        euler(self.velocity(prompt, cfg), noise, levels, record)
+        euler(self.velocity(prompt, cfg, negative), noise, levels, record)
         return Run(
             model=self.name,
             mode=self.request.mode,
@@ -416,4 +418,3 @@ class Model:
             loras=self._attachments.on_layer(layer),
         )
         return row if built is None else replace(row, **vars(built.counts))
-

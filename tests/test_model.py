@@ -1,0 +1,265 @@
+"""Model: declared state, networks rebuilt from it, LoRAs put on and taken off without a trace."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from hswq_lab import loading, packing
+from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
+from hswq_lab.lora import lora_from_tensors
+from hswq_lab.model import Model
+
+STEPS = 3
+
+
+def packed_checkpoint(checkpoint: Checkpoint, layers, *, calibrated: bool = True) -> Checkpoint:
+    """Every third layer INT8, the rest NVFP4, all rotated."""
+    values = {}
+    for index, layer in enumerate(layers):
+        weight = checkpoint[f"{layer}.weight"]
+        form = "int8_tensorwise" if index % 3 == 0 else "nvfp4"
+        packed = packing.pack_weight(weight.float(), form, group_for(weight.shape[1]))
+        if isinstance(packed, Nvfp4Weight) and calibrated:
+            packed = packed.with_input_scale(torch.tensor(6.0 / 2688))
+        values[f"{layer}.weight"] = packed
+    return checkpoint.with_values(values)
+
+
+@pytest.fixture
+def pack(tiny_model: Model) -> Model:
+    return tiny_model.with_checkpoint(packed_checkpoint(tiny_model.checkpoint, tiny_model.layers()), "pack")
+
+
+@pytest.fixture
+def lora():
+    return make_lora(seed=5)
+
+
+def make_lora(seed: int, strength: float = 0.3):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for block in range(2):
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            stem = f"transformer.layers.{block}.attention.{part}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(4, 64, generator=generator) / 8
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(64, 4, generator=generator) * strength / 2
+    return lora_from_tensors(tensors, name=f"lora{seed}")
+
+
+def picture(model: Model) -> torch.Tensor:
+    return model.generate("a thing", seed=7, steps=STEPS).latents
+
+
+def stored(model: Model) -> dict[str, PackedWeight | torch.Tensor]:
+    return {name: layer.weight for name, layer in model.linears().items()}
+
+
+def same_weights(a, b) -> bool:
+    def same(x, y) -> bool:
+        return x.same_bits(y) if isinstance(x, PackedWeight) else torch.equal(x, y)
+
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+def test_same_seed_same_bits_and_another_seed_not(tiny_model: Model) -> None:
+    assert torch.equal(picture(tiny_model), picture(tiny_model))
+    assert not torch.equal(picture(tiny_model), tiny_model.generate("a thing", seed=8, steps=STEPS).latents)
+
+
+def test_same_bits_in_another_process(pack: Model, tmp_path: Path) -> None:
+    path = loading.save(pack, tmp_path / "pack.safetensors")
+    script = (
+        "import sys, torch; torch.set_num_threads(1); import hswq_lab as hl\n"
+        "run = hl.load(sys.argv[1]).generate(torch.ones(5, 512), seed=7, steps=3, size=(16, 16), cfg=1.0)\n"
+        "torch.save(run.latents, sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path), str(tmp_path / "out.pt")], check=True)
+    # Opened from the file there is no companion, so sizes are in the real model's cells of 8 pixels.
+    here = loading.load(path).generate(torch.ones(5, 512), seed=7, steps=3, size=(16, 16), cfg=1.0)
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), here.latents)
+
+
+def test_prompt_seed_and_guidance_matter(tiny_model: Model) -> None:
+    base = picture(tiny_model)
+    assert not torch.equal(base, tiny_model.generate("another thing", seed=7, steps=STEPS).latents)
+    assert not torch.equal(base, tiny_model.generate("a thing", seed=7, steps=STEPS, cfg=1.0).latents)
+
+
+def test_second_generation_after_unload_equals_the_first(pack: Model, lora) -> None:
+    for how in ("branch", "bake"):
+        report = pack.attach(lora, 0.8, how)
+        first, weights, evidence = picture(pack), stored(pack), report.to_dict()
+        network = weakref.ref(pack.network())
+        pack.unload()
+        gc.collect()
+        assert network() is None, "the purge must really drop the network"
+        assert torch.equal(picture(pack), first)
+        assert same_weights(stored(pack), weights)
+        assert pack.bake_report().to_dict() == evidence
+        pack.detach(lora)
+
+
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_attach_and_detach_leave_no_trace(pack: Model, lora, how: str) -> None:
+    pristine, weights = picture(pack), stored(pack)
+    for strength in (0.5, 1.0, -0.7):
+        pack.attach(lora, strength, how)
+        assert not torch.equal(picture(pack), pristine)
+        pack.detach(lora)
+    assert torch.equal(picture(pack), pristine)
+    assert same_weights(stored(pack), weights)
+    assert pack.loras == []
+
+
+def test_a_second_bake_starts_from_the_pristine_weights(pack: Model, lora) -> None:
+    pack.attach(lora, 1.0, "bake")
+    once = stored(pack)
+    pack.detach(lora)
+    pack.attach(lora, 0.4, "bake")
+    pack.set_strength(lora, 1.0)
+    assert same_weights(stored(pack), once)
+
+
+def test_two_bakes_are_one_requantisation_of_their_sum(pack: Model, lora) -> None:
+    other = make_lora(seed=6)
+    pack.attach(lora, 1.0, "bake")
+    pack.attach(other, 1.0, "bake")
+    both = stored(pack)
+    pack.detach(lora)
+    pack.detach(other)
+    pack.attach(other, 1.0, "bake")
+    pack.attach(lora, 1.0, "bake")
+    reversed_order = stored(pack)
+    name = "layers.0.attention.out"
+    a, b = packing.dequantize(both[name]), packing.dequantize(reversed_order[name])
+    assert (a != b).float().mean() < 0.01  # fp32 sums in another order may cross a rounding boundary
+
+
+def test_branch_strength_changes_without_a_rebuild(pack: Model, lora) -> None:
+    pack.attach(lora, 1.0)
+    network = pack.network()
+    pack.set_strength(lora, 0.25)
+    assert pack.network() is network
+    changed = picture(pack)
+    pack.detach(lora)
+    pack.attach(lora, 0.25)
+    assert torch.equal(picture(pack), changed)
+    assert pack.loras[0].strength == 0.25
+
+
+def test_a_view_in_another_mode_shares_weights_and_changes_nothing(pack: Model) -> None:
+    before = picture(pack)
+    view = pack.in_mode("tc")
+    assert not torch.equal(picture(view), before)
+    assert torch.equal(picture(pack), before)
+    mine, theirs = pack.linears(), view.linears()
+    assert all(mine[name].weight is theirs[name].weight for name in mine)
+    assert {row.mode for row in view.report().layers} == {"tc", "int8"}
+    assert {row.mode for row in pack.report().layers} == {"parity", "int8"}
+
+
+def test_tc_without_input_scale_is_refused_by_name_unless_asked(tiny_model: Model) -> None:
+    bare = packed_checkpoint(tiny_model.checkpoint, tiny_model.layers(), calibrated=False)
+    pack = tiny_model.with_checkpoint(bare)
+    with pytest.raises(HswqError, match="no input_scale") as refusal:
+        pack.in_mode("tc")
+    assert refusal.value.tensor in pack.layers()
+    pictures = [picture(pack.in_mode("tc", uncalibrated)) for uncalibrated in ("dynamic", "unit")]
+    assert not torch.equal(*pictures)
+    assert "no input_scale" in pack.in_mode("tc", "unit").report().layers[1].why
+
+
+def test_a_lora_that_does_not_fit_changes_nothing(pack: Model) -> None:
+    wrong = lora_from_tensors(
+        {
+            "transformer.layers.9.attention.to_q.lora_A.weight": torch.ones(2, 64),
+            "transformer.layers.9.attention.to_q.lora_B.weight": torch.ones(64, 2),
+        },
+        name="wrong",
+    )
+    before = picture(pack)
+    with pytest.raises(HswqError, match="match no layer"):
+        pack.attach(wrong)
+    assert pack.loras == []
+    assert torch.equal(picture(pack), before)
+
+
+def test_attaching_twice_and_detaching_a_stranger_are_refused(pack: Model, lora) -> None:
+    pack.attach(lora)
+    with pytest.raises(HswqError, match="attached already"):
+        pack.attach(lora, 0.5)
+    with pytest.raises(HswqError, match="not attached"):
+        pack.detach(make_lora(seed=9))
+    assert len(pack.loras) == 1
+
+
+def test_bake_from_source_needs_a_source_and_is_not_mixed_with_bake(
+    pack: Model, tiny_model: Model, lora
+) -> None:
+    with pytest.raises(HswqError, match="needs the 16-bit checkpoint"):
+        pack.attach(lora, how="bake_from_source")
+    pack.attach(lora, how="bake")
+    with pytest.raises(HswqError, match="cannot be on one model"):
+        pack.attach(make_lora(seed=6), how="bake_from_source", source=tiny_model.checkpoint)
+
+
+def test_saving_a_bake_and_opening_it_gives_the_same_weights(pack: Model, lora, tmp_path: Path) -> None:
+    pack.attach(lora, 0.8, "bake")
+    opened = loading.load(loading.save(pack, tmp_path / "baked.safetensors"))
+    assert same_weights(stored(opened), stored(pack))
+    assert lora.sha256 in opened.checkpoint.metadata[loading.LORAS_KEY]
+    assert opened.checkpoint.metadata["made_by"] == "tests"
+
+
+def test_a_branch_cannot_be_saved(pack: Model, lora, tmp_path: Path) -> None:
+    pack.attach(lora)
+    with pytest.raises(HswqError, match="branch cannot be saved"):
+        loading.save(pack, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_counts_calls_rows_and_clipped_blocks(pack: Model) -> None:
+    view = pack.in_mode("tc")
+    assert sum(row.calls for row in view.report().layers) == 0
+    picture(view)
+    row = next(r for r in view.report().layers if r.mode == "tc" and r.layer.endswith("feed_forward.w1"))
+    assert row.calls == STEPS
+    assert row.blocks == row.rows * row.k // 16
+    tiny_scale = {
+        f"{name}.weight": layer.weight.with_input_scale(torch.tensor(1e-5))
+        for name, layer in view.linears().items()
+        if isinstance(layer.weight, Nvfp4Weight)
+    }
+    clipping = pack.with_checkpoint(pack.checkpoint.with_values(tiny_scale)).in_mode("tc")
+    picture(clipping)
+    assert all(r.clipped > 0 for r in clipping.report().layers if r.mode == "tc")
+
+
+@pytest.mark.parametrize(
+    "lost", ["layers.0.feed_forward.w2.weight", "layers.1.ffn_norm1.weight", "x_embedder.bias"]
+)
+def test_a_missing_tensor_is_named(tiny_tensors, tiny_companion, lost: str) -> None:
+    tensors = {name: value for name, value in tiny_tensors.items() if name != lost}
+    with pytest.raises(HswqError) as refusal:
+        Model(Checkpoint.from_mapping(tensors), name="m", companion=tiny_companion).network()
+    assert refusal.value.tensor == lost
+
+
+def test_load_refuses_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(HswqError, match="no such model"):
+        loading.load(tmp_path / "nothing.safetensors")
+
+
+@pytest.mark.parametrize("size", [(15, 16), (0, 16), (12, 16)])
+def test_a_size_that_does_not_fit_is_refused(tiny_model: Model, size) -> None:
+    with pytest.raises(HswqError, match="multiples of 8"):
+        tiny_model.generate("a thing", size=size)
