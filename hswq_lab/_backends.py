@@ -116,6 +116,11 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _asked.reset(token)
 
 
+def asked_backend() -> BackendName | None:
+    """The back end that `use_backend` asked for in this context, None outside of one."""
+    return _asked.get()
+
+
 def backend_for(device: torch.device) -> BackendName:
     """The back end that runs an op on tensors of this device now.
 

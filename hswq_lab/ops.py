@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from hswq_lab import _library
-from hswq_lab._backends import Backend, BackendName, backend_for, backends, describe_backends, use_backend
+from hswq_lab._backends import (
+    Backend,
+    BackendName,
+    asked_backend,
+    backend_for,
+    backends,
+    describe_backends,
+    use_backend,
+)
 from hswq_lab.formats.block_scales import Method
 
 __all__ = [
     "Backend",
     "BackendName",
+    "asked_backend",
     "backend_for",
     "backends",
     "dequantize_int8",

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from hswq_lab import ops
+from hswq_lab.assembly import SharedWeights
 from hswq_lab.attachments import Attachment, Way
-from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.checkpoint import Checkpoint, Reading
+from hswq_lab.checkpoint.readings import COMFY
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LoraFile, load_lora
-from hswq_lab.model import Model, SharedWeights
+from hswq_lab.model import Model
 from hswq_lab.models.companion import Companion
 from hswq_lab.modes import ModeRequest
 
@@ -33,10 +37,12 @@ CACHED_MODELS = 4
 
 @dataclass(frozen=True)
 class FileSpec:
-    """A checkpoint by its file (or index, or folder) and the SHA-256 of its content, hexadecimal."""
+    """A checkpoint by its file (or index, or folder), the SHA-256 of its content, and how it was opened."""
 
     path: str
     sha256: str
+    reading: Reading = COMFY
+    shapes: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def open(self) -> Checkpoint:
         """Opens it.
@@ -44,7 +50,7 @@ class FileSpec:
         Raises:
             HswqError: it is not there, or holds something else than it did when the spec was made.
         """
-        checkpoint = Checkpoint.open(self.path)
+        checkpoint = Checkpoint.open(self.path, reading=self.reading, shapes=dict(self.shapes))
         _check_content(self.path, checkpoint.sha256, self.sha256)
         return checkpoint
 
@@ -81,6 +87,7 @@ class ModelSpec:
         device: "cpu", "cuda", … ; "cuda" without a number is the worker's own first card.
         dtype: of activations.
         threads: of torch in the worker: sums may depend on it, and results are to be equal bit for bit.
+        backend: what `ops.use_backend` asked for, None if nothing.
         companion: text encoder and codec.
     """
 
@@ -91,6 +98,7 @@ class ModelSpec:
     device: str
     dtype: torch.dtype
     threads: int
+    backend: ops.BackendName | None
     companion: Companion | None = field(compare=False, repr=False)
 
     def model(self) -> Model:
@@ -108,6 +116,10 @@ class ModelSpec:
             while len(_models) > CACHED_MODELS:
                 _models.popitem(last=False)
             return _models[self]
+
+    def asked(self) -> AbstractContextManager[None]:
+        """The context to use the model in: the back end that was asked for."""
+        return nullcontext() if self.backend is None else ops.use_backend(self.backend)
 
     def _build(self) -> Model:
         checkpoint, shared = _opened(self.file)
@@ -147,6 +159,7 @@ def spec_of(model: Model) -> ModelSpec:
         device=str(model.device),
         dtype=model.dtype,
         threads=torch.get_num_threads(),
+        backend=ops.asked_backend(),
         companion=model.companion,
     )
 
@@ -180,10 +193,11 @@ def _lora_spec(attachment: Attachment) -> LoraSpec:
 
 def _file_of(checkpoint: Checkpoint) -> FileSpec:
     if checkpoint.path is not None:
-        return FileSpec(str(Path(checkpoint.path).resolve()), checkpoint.sha256)
+        shapes = tuple(sorted(checkpoint.stated_shapes.items()))
+        return FileSpec(str(checkpoint.path.resolve()), checkpoint.sha256, checkpoint.reading, shapes)
 
     def save(path: Path) -> str:
-        write(path, checkpoint.items(), checkpoint.metadata)
+        checkpoint.save(path)
         return Checkpoint.open(path).sha256
 
     return _spill(checkpoint, save)

@@ -83,7 +83,7 @@ class GemmBench(Result):
 
     def __str__(self) -> str:
         copy, product = self.roofline.copy / 1e9, self.roofline.matmul / 1e12
-        head = f"{self.machine['name']}: copy {copy:.1f} GB/s, {self.roofline.dtype} product {product:.3g} TFLOP/s"
+        head = f"{self.machine['name']}: copy {copy:.1f} GB/s, {self.dtype} product {product:.3g} TFLOP/s"
         fallbacks = sum(row.fallbacks for row in self.rows)
         whys = "; ".join({row.why: None for row in self.rows if row.why})
         tail = f"{fallbacks} calls fell back to the reference: {whys}" if fallbacks else "no fallbacks"
@@ -91,8 +91,9 @@ class GemmBench(Result):
 
 
 def _line(row: GemmRow) -> str:
+    size = f"{row.m}×{row.n}×{row.k}"
     return (
-        f"  {row.m:>6}×{row.n}×{row.k}  {row.op:<15} {row.stage:<31} {row.backend:<10} {row.seconds * 1e6:>10.1f} µs "
+        f"  {size:>16}  {row.op:<15} {row.stage:<31} {row.backend:<10} {row.seconds * 1e6:>10.1f} µs "
         f"{row.tflops:>8.3g} TFLOP/s  {row.speedup:>6.2f}× {100 * row.of_roofline:>4.0f} %"
     )
 

@@ -85,16 +85,9 @@ class ModelBench(Result):
         return pd.DataFrame([{**vars(row), "hits": _in_words(row.hits)} for row in self.rows])
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.machine['name']}: {self.steps} steps, {self.size[0]}×{self.size[1]}, seed {self.seed}"
-        ]
-        for r in self.rows:
-            lines.append(
-                f"  {r.model:<12} {r.seconds:.3f} s ({r.speedup:.2f}×), {r.weight_bytes / 2**20:.1f} MiB, "
-                f"cos {r.final_cos:.4f}, SSIM {r.ssim:.4f}, {r.tflops:.3g} TFLOP/s; {_in_words(r.hits)}; "
-                f"{r.fallbacks} fallbacks" + (f" ({r.why})" if r.why else "")
-            )
-        return "\n".join(lines)
+        height, width = self.size
+        head = f"{self.machine['name']}: {self.steps} steps, {height}×{width}, seed {self.seed}"
+        return "\n".join([head, *map(_line, self.rows)])
 
 
 def bench_model(
@@ -216,3 +209,12 @@ def _growth(timed: _Timed, counter: str) -> int:
 
 def _in_words(hits: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {mode}" for mode, count in hits.items())
+
+
+def _line(row: ModelRow) -> str:
+    why = f" ({row.why})" if row.why else ""
+    return (
+        f"  {row.model:<12} {row.seconds:.3f} s ({row.speedup:.2f}×), {row.weight_bytes / 2**20:.1f} MiB, "
+        f"cos {row.final_cos:.4f}, SSIM {row.ssim:.4f}, {row.tflops:.3g} TFLOP/s; {_in_words(row.hits)}; "
+        f"{row.fallbacks} fallbacks{why}"
+    )

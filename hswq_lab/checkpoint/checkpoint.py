@@ -39,6 +39,8 @@ class Checkpoint(Mapping[str, Value]):
         path: of the file, index or folder; None in memory.
         metadata: the header's, as text.
         warnings: what the reader should know, one sentence each.
+        reading: how it was opened, so that another process can open it in the same way.
+        stated_shapes: likewise.
         naming: how names are written in a file.
         sources: the files that values are read from.
         index: what was found out about the files' layers.
@@ -54,6 +56,8 @@ class Checkpoint(Mapping[str, Value]):
         sources: tuple[FileSource, ...] = (),
         index: Index | None = None,
         warnings: list[str] | None = None,
+        reading: Reading = COMFY,
+        stated_shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self._slots = dict(slots)
         self.metadata = dict(metadata)
@@ -62,6 +66,8 @@ class Checkpoint(Mapping[str, Value]):
         self.sources = sources
         self.index = index or Index()
         self.warnings = list(warnings or ())
+        self.reading = reading
+        self.stated_shapes = dict(stated_shapes or {})
 
     @classmethod
     def open(
@@ -93,6 +99,8 @@ class Checkpoint(Mapping[str, Value]):
             sources=opened.sources,
             index=opened.index,
             warnings=opened.warnings,
+            reading=reading,
+            stated_shapes=shapes,
         )
 
     @classmethod

@@ -162,7 +162,8 @@ class Settings:
 
 def run_elsewhere(spec: ModelSpec, prompt: Prompt, seed: int, settings: Settings) -> Run:
     """The unit of work of a worker: one run, without the codec (whoever asked has it)."""
-    return replace(settings.run(spec.model(), prompt, seed), codec=None)
+    with spec.asked():
+        return replace(settings.run(spec.model(), prompt, seed), codec=None)
 
 
 Runs: TypeAlias = dict[str, list[Run]]
