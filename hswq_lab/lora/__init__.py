@@ -5,26 +5,34 @@ from __future__ import annotations
 from hswq_lab.lora.bake import bake_bias, bake_from_source, bake_in_place, total_delta
 from hswq_lab.lora.bake_report import BakeReport, KindVerdict
 from hswq_lab.lora.branch import BranchStack
+from hswq_lab.lora.convert import Dialect, convert_lora, save_lora
 from hswq_lab.lora.delta import Branch, LayerDelta
 from hswq_lab.lora.evidence import LayerEvidence, branch_evidence
 from hswq_lab.lora.file import LoraFile, load_lora, lora_from_tensors
+from hswq_lab.lora.merge import Merged, MergeReport, merge_loras
 from hswq_lab.lora.report import LoraReport, LoraRow
 
 __all__ = [
     "BakeReport",
     "Branch",
     "BranchStack",
+    "Dialect",
     "KindVerdict",
     "LayerDelta",
     "LayerEvidence",
     "LoraFile",
     "LoraReport",
     "LoraRow",
+    "MergeReport",
+    "Merged",
     "bake_bias",
     "bake_from_source",
     "bake_in_place",
     "branch_evidence",
+    "convert_lora",
     "load_lora",
     "lora_from_tensors",
+    "merge_loras",
+    "save_lora",
     "total_delta",
 ]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 
 from hswq_lab import packing
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, PackedWeight, swizzle, unswizzle
+from hswq_lab.formats import Fp8Weight, Method, Nvfp4Weight, PackedWeight
 from hswq_lab.lora.delta import LayerDelta
 from hswq_lab.lora.evidence import LayerEvidence, Measured, measure
 from hswq_lab.lora.rounding import round_stochastic
+from hswq_lab.lora.rows import keep_rows
 from hswq_lab.lora.targets import unpacked
 
 Weight: TypeAlias = Tensor | PackedWeight
@@ -82,14 +83,27 @@ def bake_from_source(
         scales: how the pack chose its block scales: "rtn", "four_six" or "sweep".
 
     Returns:
-        (new weight of the same kind, what happened to the delta, measured against the pristine pack).
+        (new weight of the same kind, what happened to the delta, measured against the pristine pack). A
+        weight with one INT8 scale for all rows gets a scale a row.
+
+    Raises:
+        HswqError: a source of another shape or a quantised one, or scales chosen in a way that needs more
+            than them.
     """
+    if scales not in get_args(Method):
+        raise HswqError(
+            "baking from source cannot choose scales this way",
+            tensor=name,
+            found=scales,
+            expected=", ".join(get_args(Method)),
+            fix="choose one of these, or attach the LoRA as a branch",
+        )
     origin = _checked(source, value, name)
     assert origin is not None  # noqa: S101 - a source was given
     weight = unpacked(value)
     total = total_delta(deltas, origin)
     touched = (total != 0).any(dim=1)
-    after = _packed_like(value, origin + total, name, scales) if touched.any() else value
+    after = _packed_like(value, origin + total, name, cast("Method", scales)) if touched.any() else value
     case = Measured(
         name, "bake_from_source", value, after, weight, total, touched, origin, _norms_from(deltas, origin)
     )
@@ -108,58 +122,22 @@ def bake_bias(bias: Tensor | None, deltas: Weighted) -> Tensor | None:
     return (bias.float() + total.to(bias.device)).to(bias.dtype)
 
 
-def keep_rows(before: Weight, after: Weight, untouched: Tensor) -> Weight:
-    """`after` with the untouched rows of `before`, bit for bit, unless rows share a scale that changed.
-
-    Args:
-        before: the pristine weight.
-        after: the same kind, requantised with the scales of `before`.
-        untouched: bool [N].
-    """
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return torch.where(untouched[:, None], before, after)
-    if (
-        isinstance(before, Nvfp4Weight)
-        and isinstance(after, Nvfp4Weight)
-        and torch.equal(before.scale, after.scale)
-    ):
-        rows, blocks = before.codes.shape[0], before.codes.shape[1] // 8
-        keep = torch.nn.functional.pad(untouched, (0, rows - untouched.shape[0]))[:, None]
-        old, new = (unswizzle(w.scales.view(torch.uint8), rows, blocks) for w in (before, after))
-        scales = swizzle(torch.where(keep, old, new)).view(torch.float8_e4m3fn)
-        return replace(after, codes=torch.where(keep, before.codes, after.codes), scales=scales)
-    if isinstance(before, Int8Weight) and isinstance(after, Int8Weight):
-        if before.scale.dim() == 2:
-            scale = torch.where(untouched[:, None], before.scale, after.scale)
-            return replace(after, q=torch.where(untouched[:, None], before.q, after.q), scale=scale)
-        if torch.equal(before.scale, after.scale):
-            return replace(after, q=torch.where(untouched[:, None], before.q, after.q))
-    if (
-        isinstance(before, Fp8Weight)
-        and isinstance(after, Fp8Weight)
-        and torch.equal(before.scale, after.scale)
-    ):
-        bits = torch.where(untouched[:, None], before.data.view(torch.uint8), after.data.view(torch.uint8))
-        return replace(after, data=bits.view(after.data.dtype))
-    return after
-
-
 def _requantized(value: Weight, wanted: Tensor, name: str) -> Weight:
     seed = packing.layer_seed(name)
     if isinstance(value, PackedWeight):
-        return packing.requantize(value, wanted, seed)
+        return packing.requantize(value, wanted, seed, name=name)
     return round_stochastic(wanted, value.dtype, seed)
 
 
-def _packed_like(value: Weight, wanted: Tensor, name: str, scales: str) -> Weight:
+def _packed_like(value: Weight, wanted: Tensor, name: str, scales: Method) -> Weight:
     if isinstance(value, Tensor):
         # The source of a 16-bit layer is that layer: its grid drops small deltas like any other pack's.
         return round_stochastic(wanted, value.dtype, packing.layer_seed(name))
     if isinstance(value, Nvfp4Weight):
-        packed = packing.pack_weight(wanted, value.format, value.group, scales=scales)
+        packed = packing.pack_weight(wanted, value.format, value.group, scales=scales, name=name)
         assert isinstance(packed, Nvfp4Weight)  # noqa: S101 - by its format
         return packed.with_input_scale(value.input_scale)
-    packed = packing.pack_weight(wanted, value.format, value.group)
+    packed = packing.pack_weight(wanted, value.format, value.group, name=name)
     if isinstance(packed, Fp8Weight) and isinstance(value, Fp8Weight):
         return replace(packed, input_scale=value.input_scale)
     return packed

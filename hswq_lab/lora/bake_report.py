@@ -103,6 +103,23 @@ class BakeReport(Result):
         warned = [row for row in self.rows if row.warning]
         return [f"{row.layer} ({row.format}): {row.warning}" for row in warned]
 
+    @property
+    def notes(self) -> list[str]:
+        """What is not wrong, but should be known: calibrated scales, and where DoRA's norms came from."""
+        calibrated = sum(row.calibrated for row in self.rows)
+        notes = []
+        if calibrated:
+            notes.append(
+                f"the input_scale of {calibrated} touched layers was measured without these LoRAs, which "
+                "move the inputs of later layers: watch the clipped blocks in the load report or recalibrate"
+            )
+        notes += [
+            f"DoRA's norms on {count} layers come from the {origin}"
+            for origin in ("source", "pack")
+            if (count := sum(row.norms_from == origin for row in self.rows))
+        ]
+        return notes
+
     def summary(self) -> pd.DataFrame:
         """One row a kind: counts, verdict, and the mean retained share weighted by ‖ΔW‖²."""
         frames = []
@@ -132,4 +149,4 @@ class BakeReport(Result):
         lines += [f"  warning: {text}" for text in warned[:3]]
         if len(warned) > 3:
             lines.append(f"  … and {len(warned) - 3} more layers with warnings (see .warnings)")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  note: {text}" for text in self.notes)])

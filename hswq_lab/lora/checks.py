@@ -136,7 +136,8 @@ def _block_diagonal_warning(entry: Entry, entries: Sequence[Entry], tensors: Ten
         yield (
             f"{entry.module}: three blocks of rank {rank // 3} were merged into rank {rank}, but alpha = "
             f"{alpha:g} was probably not tripled: the scale {entry.scale.value:g} is a third "
-            f"of alpha / {rank // 3} = {3 * entry.scale.value:g}; attach with three times the strength if the LoRA is too weak"
+            f"of alpha / {rank // 3} = {3 * entry.scale.value:g}; if the LoRA is too weak, "
+            "attach it with three times the strength"
         )
 
 

@@ -129,10 +129,10 @@ class EntryBuilder:
 
     def _scale(self, kind: Kind, module: str, alpha: float | None, rank: int | None) -> Scale:
         if kind == "LoKr" and rank is None:
-            return full_lokr_scale(alpha, self._header_rank, use_alpha=self._full_lokr == "alpha/dim")
+            use_alpha = self._full_lokr == "alpha/dim"
+            return full_lokr_scale(module, alpha, self._header_rank, self._peft, use_alpha=use_alpha)
         if rank is not None:
-            settings = self._peft if kind == "LoRA" else None
-            return low_rank_scale(module, rank, alpha, settings)
+            return low_rank_scale(module, rank, alpha, self._peft)
         rule = (
             "strength alone"
             if alpha is None

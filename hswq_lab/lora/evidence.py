@@ -46,6 +46,7 @@ class LayerEvidence:
         rerotated: for rotated weights: the result is in its weight's basis again.
         verdict: "N/A" for a zero ΔW, "MISSING" if nothing arrived, "MISMATCH" for a wrong basis, else "OK".
         norms_from: where DoRA's norms came from: "source", "pack", or empty without DoRA.
+        calibrated: whether the weight carries an input_scale, which was measured without this LoRA.
         warning: empty, or what is wrong and what would be exact.
     """
 
@@ -66,6 +67,7 @@ class LayerEvidence:
     rerotated: bool | None
     verdict: Verdict
     norms_from: str = ""
+    calibrated: bool = False
     warning: str = ""
 
     @property
@@ -125,6 +127,7 @@ def measure(case: Measured) -> LayerEvidence:
         rerotated=rerotated,
         verdict=verdict,
         norms_from=case.norms_from,
+        calibrated=_is_calibrated(case.before),
         warning=_warning(case.way, verdict, retained, error, added),
     )
 
@@ -172,6 +175,7 @@ def branch_evidence(
         rerotated=None,
         verdict=verdict,
         norms_from=norms_from,
+        calibrated=_is_calibrated(value),
         warning=_warning("branch", verdict, retained, error, added),
     )
 
@@ -197,6 +201,10 @@ def kind_of(value: Tensor | PackedWeight) -> Kind:
 def format_of(value: Tensor | PackedWeight) -> str:
     """The format's name in files, or the dtype's."""
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else value.format
+
+
+def _is_calibrated(value: Tensor | PackedWeight) -> bool:
+    return isinstance(value, Nvfp4Weight) and value.input_scale is not None
 
 
 class _Sums:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
-from torch import Tensor
-
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.checks import file_warnings, refuse_fused_and_split, refuse_unusable
 from hswq_lab.lora.delta import LayerDelta
@@ -22,6 +20,8 @@ from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, l
 
 if TYPE_CHECKING:
     import os
+
+    from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -278,7 +278,9 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
     )
     refuse_fused_and_split(entries, raw.path)
     warnings = raw.warnings + file_warnings(entries, raw.tensors)
-    return LoraFile(raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale)
+    return LoraFile(
+        raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale
+    )
 
 
 def _grouped(

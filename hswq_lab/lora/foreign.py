@@ -15,6 +15,7 @@ _SIGNS: Final[tuple[tuple[str, str], ...]] = (
     (r"double_blocks?_\d|single_blocks?_\d|single_transformer_blocks_\d", "Flux"),
     (r"joint_blocks_\d|joint_transformer_blocks_\d", "Stable Diffusion 3"),
     (r"transformer_blocks_\d+_(img_mlp|txt_mlp|img_mod|txt_mod)", "Qwen-Image"),
+    (r"(^|_)blocks_\d+_(self_attn|cross_attn)_[qkv]_proj", "Cosmos-Predict2 or Anima"),
     (r"(^|_)blocks_\d+_(self_attn|cross_attn|ffn)_", "Wan"),
     (r"input_blocks_\d|output_blocks_\d|(^|_)middle_block_\d", "SDXL"),
     (r"down_blocks_\d|up_blocks_\d|(^|_)mid_block_", "Stable Diffusion 1.5 or SDXL"),

@@ -36,27 +36,40 @@ class Scale:
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """What PEFT writes about scales: in the header (`lora_adapter_metadata`) or in adapter_config.json."""
+    """What PEFT writes about scales: in the header (`lora_adapter_metadata`) or in adapter_config.json.
+
+    For LoHa and LoKr PEFT calls alpha just `alpha`, and divides by the configured rank even where both
+    factors of a LoKr are full.
+    """
 
     origin: str
     alpha: float | None = None
     rank: int | None = None
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
     dora: bool = False
 
     def alpha_of(self, module: str) -> float | None:
-        """Alpha of a module; a pattern matches the name or its end after a dot (PEFT's get_pattern_key)."""
-        for pattern, alpha in self.alpha_pattern.items():
+        """Alpha of a module, by its own pattern or the common one."""
+        return self._by_pattern(self.alpha_pattern, module, self.alpha)
+
+    def rank_of(self, module: str) -> float | None:
+        """Rank of a module, by its own pattern or the common one."""
+        return self._by_pattern(self.rank_pattern, module, self.rank)
+
+    def _by_pattern(self, patterns: Mapping[str, float], module: str, default: float | None) -> float | None:
+        """A pattern matches the whole name or its end after a dot, as in PEFT's get_pattern_key."""
+        for pattern, value in patterns.items():
             try:
                 hit = re.match(rf"(.*\.)?({pattern})$", module)
             except re.error as error:
                 raise HswqError(
-                    "an alpha_pattern is no regular expression", tensor=self.origin, found=pattern
+                    "a pattern is no regular expression", tensor=self.origin, found=pattern
                 ) from error
             if hit:
-                return alpha
-        return self.alpha
+                return value
+        return default
 
 
 def peft_settings(metadata: Mapping[str, str], adapter_config: Mapping[str, Any]) -> PeftSettings | None:
@@ -82,17 +95,13 @@ def peft_settings(metadata: Mapping[str, str], adapter_config: Mapping[str, Any]
     if not content:
         return None
     own = {key.removeprefix("transformer."): value for key, value in content.items()}
-    patterns = own.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise HswqError("alpha_pattern is not a JSON object", tensor=origin, found=type(patterns).__name__)
     rank = _number(own.get("r"), f"r in {origin}")
     return PeftSettings(
         origin=origin,
-        alpha=_number(own.get("lora_alpha"), f"lora_alpha in {origin}"),
+        alpha=_number(own.get("lora_alpha", own.get("alpha")), f"alpha in {origin}"),
         rank=None if rank is None else int(rank),
-        alpha_pattern={
-            str(key): _known_number(value, f"alpha_pattern in {origin}") for key, value in patterns.items()
-        },
+        alpha_pattern=_patterns(own.get("alpha_pattern"), f"alpha_pattern in {origin}"),
+        rank_pattern=_patterns(own.get("rank_pattern"), f"rank_pattern in {origin}"),
         rslora=own.get("use_rslora") is True,
         dora=own.get("use_dora") is True,
     )
@@ -122,7 +131,9 @@ def low_rank_scale(module: str, rank: int, alpha: float | None, peft: PeftSettin
     return Scale(alpha / rank, f"{source} / rank = {alpha:g} / {rank}", alpha)
 
 
-def full_lokr_scale(alpha: float | None, rank: int | None, *, use_alpha: bool) -> Scale:
+def full_lokr_scale(
+    module: str, alpha: float | None, rank: int | None, peft: PeftSettings | None, *, use_alpha: bool
+) -> Scale:
     """The factor of a LoKr whose two factors are both full.
 
     LyCORIS and ComfyUI use 1, whatever alpha says; `use_alpha` asks for alpha / rank with the header's rank
@@ -131,6 +142,11 @@ def full_lokr_scale(alpha: float | None, rank: int | None, *, use_alpha: bool) -
     Raises:
         HswqError: alpha / rank is asked for where one of them is unknown.
     """
+    if peft is not None and alpha is None:
+        known, configured = peft.alpha_of(module), peft.rank_of(module)
+        if known is not None and configured:
+            rule = f"alpha / r of {peft.origin} = {known:g} / {configured:g}"
+            return Scale(known / configured, rule, known)
     other = alpha / rank if alpha is not None and rank is not None else None
     if not use_alpha:
         return Scale(1.0, "both factors full: 1", alpha, None if other == 1.0 else other)
@@ -142,6 +158,14 @@ def full_lokr_scale(alpha: float | None, rank: int | None, *, use_alpha: bool) -
             fix='use full_lokr_scale="one"',
         )
     return Scale(alpha / rank, f"alpha / dim of the metadata = {alpha:g} / {rank} (asked for)", alpha, 1.0)
+
+
+def _patterns(value: object, what: str) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise HswqError("a LoRA setting is not a JSON object", tensor=what, found=type(value).__name__)
+    return {str(key): _known_number(number, what) for key, number in value.items()}
 
 
 def _number(value: object, what: str) -> float | None:

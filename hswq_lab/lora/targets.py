@@ -40,6 +40,7 @@ class Target(NamedTuple):
 
 
 _QKV = "attention.qkv"
+_QKV_PARTS = ("to_q", "to_k", "to_v")
 # Native ending → endings that other layouts use for the whole layer.
 _OTHER_ENDINGS: Mapping[str, tuple[str, ...]] = {
     "attention.out": ("attention.to_out.0", "attention.to_out"),
@@ -65,9 +66,22 @@ def _aliases(layer: str, n: int, k: int) -> Iterator[tuple[str, Target]]:
         yield name, Target(layer, 0, n, k)
     if layer.endswith(_QKV) and n % 3 == 0:
         third = n // 3
-        for index, part in enumerate(("to_q", "to_k", "to_v")):
+        for index, part in enumerate(_QKV_PARTS):
             name = f"{layer.removesuffix('qkv')}{part}"
             yield name, Target(layer, index * third, (index + 1) * third, k)
+
+
+def split_names(layer: str) -> list[str]:
+    """diffusers' names of a native layer: to_q, to_k, to_v in row order for a fused qkv, else one name."""
+    if layer.endswith(_QKV):
+        return [f"{layer.removesuffix('qkv')}{part}" for part in _QKV_PARTS]
+    for native, other in _OTHER_BEGINNINGS.items():
+        if layer.startswith(native):
+            return [other + layer.removeprefix(native)]
+    for native, others in _OTHER_ENDINGS.items():
+        if layer.endswith(native):
+            return [layer.removesuffix(native) + others[0]]
+    return [layer]
 
 
 class TargetIndex:
