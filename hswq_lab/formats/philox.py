@@ -18,6 +18,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_PIECE = 1 << 15  # elements whose int64 words stay in a core's cache through the ten rounds
 
 
 def philox4x32_10(key: int, counter: Tensor) -> Words:
@@ -49,6 +50,10 @@ def philox_rounds(counter: Words, key: int) -> Words:
 
 def uniform(seed: int, rows: slice, cols: int, device: torch.device | None = None) -> Tensor:
     """The u of these rows of a matrix: fp32 [rows, cols], multiples of 2^-24 in [0, 1)."""
-    index = torch.arange(rows.start * cols, rows.stop * cols, dtype=torch.int64, device=device)
-    word = philox4x32_10(seed, index)[0]
-    return ((word >> 8).float() * 2.0**-24).reshape(rows.stop - rows.start, cols)
+    out = torch.empty((rows.stop - rows.start) * cols, dtype=torch.float32, device=device)
+    for start in range(0, out.numel(), _PIECE):
+        piece = out[start : start + _PIECE]
+        first = rows.start * cols + start
+        index = torch.arange(first, first + piece.numel(), dtype=torch.int64, device=device)
+        piece.copy_((philox4x32_10(seed, index)[0] >> 8).float() * 2.0**-24)
+    return out.reshape(rows.stop - rows.start, cols)
