@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from hswq_lab.formats import (
     Fp8Weight,
     Int8Weight,
+    Mxfp8Weight,
     Nvfp4Weight,
     quantize_fp8,
     quantize_int8,
+    quantize_mxfp8,
     quantize_nvfp4,
     rotate_fp32,
     tensor_scale,
@@ -41,6 +43,10 @@ def int8(w, group=None):
 def fp8(w, dtype=torch.float8_e4m3fn, input_scale=None):
     data, scale = quantize_fp8(w, dtype)
     return Fp8Weight(data, scale, tuple(w.shape), input_scale)
+
+
+def mxfp8(w):
+    return Mxfp8Weight(*quantize_mxfp8(w), tuple(w.shape))
 
 
 def parts(layer, packed):

@@ -21,7 +21,7 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)):
 BAD_HEADERS = {
     "is not a JSON object": b"{not json",
     "not valid JSON": b'{"a": 1,}',
-    "occurs twice": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "occurs twice": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32"}}',
     "nested too deeply": b'{"a":' + b"[" * 200_000,
     "lacks dtype": {"a": {"dtype": "F32", "shape": [2]}},
     "unknown dtype": {"a": entry(dtype="F31")},

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from checkpoint_files import COMFY, fp8, int8, marker, metadata, nvfp4, parts, random_matrix, save
+from checkpoint_files import COMFY, fp8, int8, marker, metadata, mxfp8, nvfp4, parts, random_matrix, save
 
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
@@ -27,6 +27,8 @@ KINDS = {
     "nvfp4 plain": lambda: nvfp4(random_matrix(48, 256)),
     "nvfp4 calibrated": lambda: nvfp4(random_matrix(48, 256), 256, torch.tensor(0.25)),
     "nvfp4 odd shape": lambda: nvfp4(random_matrix(130, 40), 4),
+    "mxfp8": lambda: mxfp8(random_matrix(64, 96)),
+    "mxfp8 odd shape": lambda: mxfp8(random_matrix(33, 40)),
     "int8 rows": lambda: int8(random_matrix(48, 256), 256),
     "fp8": lambda: fp8(random_matrix(48, 64), input_scale=torch.tensor(0.5)),
     "fp8 e5m2": lambda: fp8(random_matrix(48, 64), torch.float8_e5m2),
@@ -177,6 +179,10 @@ def test_an_all_zero_layer_is_fine(file):
     assert not dequantize_nvfp4(read.codes, read.scales, read.scale, read.shape).any()
 
 
+def rotated(group):
+    return {"format": "nvfp4", "convrot": True, "convrot_groupsize": group}
+
+
 WRONG_PARTS = {
     "format of this layer is not known": {"a.comfy_quant": marker({"format": "int3_wonder"})},
     "weight is something else": {"a.weight": torch.zeros(32, 64)},
@@ -184,19 +190,28 @@ WRONG_PARTS = {
     "block scales have the wrong dtype": {"a.weight_scale": torch.zeros(128, 4, dtype=torch.int32)},
     "scale has the wrong dtype or shape": {"a.weight_scale_2": torch.ones(2)},
     "wrong dtype or shape": {"a.weight_scale_2": torch.ones((), dtype=torch.int32)},
-    "impossible rotation group": {"a.comfy_quant": marker({"format": "nvfp4", "convrot": True, "convrot_groupsize": 8})},
-    "rotation group": {"a.comfy_quant": marker({"format": "nvfp4", "convrot": True, "convrot_groupsize": 256})},
+    "impossible rotation group": {"a.comfy_quant": marker(rotated(8))},
+    "rotation group": {"a.comfy_quant": marker(rotated(256))},
     "not padded": {"a.weight": torch.zeros(30, 32, dtype=torch.uint8)},
-    "never rotated": {"a.comfy_quant": marker({"format": "float8_e4m3fn", "convrot": True}),
-                      "a.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(())},
+    "never rotated": {
+        "a.comfy_quant": marker({"format": "float8_e4m3fn", "convrot": True}),
+        "a.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.ones(()),
+        "a.weight_scale_2": None,
+    },
+    "a scale that int8_tensorwise does not have": {
+        "a.comfy_quant": marker({"format": "int8_tensorwise"}),
+        "a.weight": torch.zeros(32, 64, dtype=torch.int8),
+        "a.weight_scale": torch.ones(()),
+    },
     "two tensors play the same part": {"a.scale_weight": torch.ones(())},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("problem", WRONG_PARTS)
 def test_parts_that_do_not_fit_are_refused(file, problem):
     tensors = with_marker("a", nvfp4(random_matrix(32, 64)))
-    tensors |= WRONG_PARTS[problem]
+    tensors = {name: part for name, part in (tensors | WRONG_PARTS[problem]).items() if part is not None}
     with pytest.raises(HswqError, match=problem) as caught:
         Checkpoint.open(save(file, tensors))
     assert caught.value.tensor.startswith("a")
@@ -317,3 +332,17 @@ def test_a_file_that_is_replaced_keeps_serving_the_old_content_and_one_that_chan
         stream.truncate(20)
     with pytest.raises(HswqError, match="changed since"):
         checkpoint["a"]
+
+
+def test_a_calibration_that_the_format_does_not_use_is_kept_and_reported(file):
+    tensors = with_marker("a", int8(random_matrix(32, 64), 64)) | {"a.input_scale": torch.ones(())}
+    checkpoint = Checkpoint.open(save(file, tensors))
+    assert set(checkpoint) == {"a.weight", "a.input_scale"}
+    assert "does not use" in checkpoint.warnings[0]
+
+
+def test_mxfp8_and_fp8_are_told_apart_without_marker(file):
+    w = random_matrix(64, 96)
+    checkpoint = Checkpoint.open(save(file, parts("m", mxfp8(w)) | parts("f", fp8(w))))
+    assert checkpoint.entry("m.weight").format == "mxfp8"
+    assert checkpoint.entry("f.weight").format == "float8_e4m3fn"

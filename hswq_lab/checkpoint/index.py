@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hswq_lab.checkpoint.findings import Finding, from_error
-from hswq_lab.checkpoint.layer_rules import FLOATS, Layer, packed_slot
+from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS
+from hswq_lab.checkpoint.layer_rules import Layer, packed_slot
 from hswq_lab.checkpoint.markers import (
     MARKER_SUFFIX,
     MAX_MARKER_BYTES,
@@ -41,6 +42,7 @@ ROLES = {
     "weight_packed": "weight",
     "weight_global_scale": "weight_scale_2",
     "input_global_scale": "input_scale",
+    CHANNEL_SCALE: CHANNEL_SCALE,
 }
 OLD_FP8_MARKER = "scaled_fp8"
 
@@ -93,11 +95,9 @@ def build_index(
         slot = _layer_slot(layer, header_markers.get(layer.name), index)
         if slot is not None:
             packed[layer.stored_names["weight"]] = slot
-            consumed.update(layer.stored_names.values())
-        elif (
-            layer.name in index.markers and MARKER_SUFFIX in layer.parts
-        ):  # an empty marker, which the writer puts back
-            consumed.add(layer.stored_names[MARKER_SUFFIX])
+        elif layer.name in index.markers and MARKER_SUFFIX in layer.parts:
+            layer.used.add(MARKER_SUFFIX)  # an empty one; the writer puts it back
+        consumed.update(name for role, name in layer.stored_names.items() if role in layer.used)
     for name, tensor in stored.items():
         if name in packed:
             index.slots[packed[name].entry.name] = packed[name]

@@ -9,31 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from hswq_lab.checkpoint.findings import Finding
+from hswq_lab.checkpoint.folding import folded
+from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS, KINDS, SCALE_PARTS, Kind, implied_format
+from hswq_lab.checkpoint.markers import MARKER_SUFFIX
 from hswq_lab.checkpoint.slots import Entry, PackedSlot, scalar
 from hswq_lab.errors import HswqError
+from hswq_lab.formats._rows import ceil_to
 from hswq_lab.formats.rotation import GROUPS, group_for
 from hswq_lab.formats.swizzle import swizzled_shape
 
 if TYPE_CHECKING:
     from hswq_lab.checkpoint.markers import Marker
     from hswq_lab.checkpoint.readings import Reading
+    from hswq_lab.checkpoint.slots import Slot
     from hswq_lab.checkpoint.source import Stored
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FP8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
-WEIGHT_DTYPES: dict[str, torch.dtype] = {
-    "nvfp4": torch.uint8,
-    "int8_tensorwise": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
-SCALES_OF = {
-    "nvfp4": ("weight_scale", "weight_scale_2"),
-    "int8_tensorwise": ("weight_scale",),
-    "float8_e4m3fn": (),
-    "float8_e5m2": (),
-}
-PART_NAMES = ("weight_scale", "weight_scale_2", "input_scale")
 
 
 @dataclass
@@ -47,6 +36,7 @@ class Layer:
         marker: from the tensor or the header, None where there is neither.
         bias_rows: length of the bias, None without one.
         shape: logical (N, K) that the caller knows from the model.
+        used: roles that went into the weight's slot; the others remain plain tensors.
     """
 
     name: str
@@ -56,6 +46,7 @@ class Layer:
     marker: Marker | None = None
     bias_rows: int | None = None
     shape: tuple[int, int] | None = None
+    used: set[str] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -70,112 +61,115 @@ class Layer:
         )
 
 
-def implied_format(layer: Layer) -> str | None:
-    """The format that dtypes and shapes tell where no marker does; None for an unpacked weight.
-
-    Raises:
-        HswqError: packed bytes that lack their scales.
-    """
-    weight = layer.parts["weight"]
-    has_scale = "weight_scale" in layer.parts or "weight_scale_2" in layer.parts
-    if weight.dtype == torch.uint8 and (has_scale or len(weight.shape) == 2):
-        name = "nvfp4"
-    elif weight.dtype == torch.int8:
-        name = "int8_tensorwise"
-    elif weight.dtype in FP8 and (has_scale or len(weight.shape) == 2):
-        name = FP8[weight.dtype]
-    else:
-        return None
-    missing = [part for part in SCALES_OF[name] if part not in layer.parts]
-    if missing:
-        raise HswqError(
-            f"a packed weight ({name} by its dtype) without its scale",
-            tensor=layer.key,
-            found=", ".join(part for part in PART_NAMES if part in layer.parts) or "no scale at all",
-            expected=", ".join(f"{layer.name}.{part}" for part in missing),
-        )
-    return name
-
-
-def packed_slot(layer: Layer) -> PackedSlot | None:
+def packed_slot(layer: Layer) -> Slot | None:
     """The slot of a layer's weight, None where it is not packed.
 
     Raises:
         HswqError: an unknown format, or parts that are missing or do not fit together.
     """
-    if layer.marker is not None:
-        name, rotated = layer.marker.format, layer.marker.rotated
-    else:
-        implied = implied_format(layer)
-        if implied is None:
-            return None
-        name, rotated = implied, False
-        if name in ("nvfp4", "int8_tensorwise"):
-            layer.warn(
-                "no-marker",
-                f"no marker says how this layer is packed; read as {name} by dtype and shape, not rotated",
-                fix="hswq-lab check FILE --source 16BIT tells whether it is rotated",
-            )
-    _check_parts(layer, name)
-    shape = _logical_shape(layer, name)
-    group = _group(layer, name, shape[1]) if rotated else None
-    weight = layer.parts["weight"]
-    parts = {role: part for role, part in layer.parts.items() if role in ("weight", *PART_NAMES)}
-    nbytes = sum(part.nbytes for part in parts.values())
-    entry = Entry(layer.key, name, shape, weight.dtype, group, nbytes, "input_scale" in parts)
-    return PackedSlot(entry, parts, layer.reading)
-
-
-def _check_parts(layer: Layer, name: str) -> None:
-    weight = layer.parts["weight"]
-    if name not in WEIGHT_DTYPES:
+    name = layer.marker.format if layer.marker is not None else _implied(layer)
+    if name is None:
+        return None
+    if name not in KINDS:
         raise HswqError(
             "the format of this layer is not known",
             tensor=layer.key,
             found=name[:80],
-            expected=", ".join(WEIGHT_DTYPES),
+            expected=", ".join(KINDS),
         )
-    if weight.dtype != WEIGHT_DTYPES[name] or len(weight.shape) != 2:
+    kind = KINDS[name]
+    _check_weight(layer, name, kind)
+    _check_scales(layer, name, kind)
+    shape = _logical_shape(layer, kind)
+    group = _group(layer, name, kind, shape[1]) if layer.marker is not None and layer.marker.rotated else None
+    if layer.marker is None and kind.rotatable:
+        layer.warn(
+            "no-marker",
+            f"no marker says how this layer is packed; read as {name} by dtype and shape, not rotated",
+            fix="hswq-lab check FILE --source 16BIT tells whether it is rotated",
+        )
+    wanted = ("weight", "weight_scale", "weight_scale_2") + (("input_scale",) if kind.calibratable else ())
+    parts = {role: part for role, part in layer.parts.items() if role in wanted}
+    nbytes = sum(part.nbytes for part in parts.values())
+    entry = Entry(layer.key, name, shape, kind.dtype, group, nbytes, "input_scale" in parts)
+    slot = PackedSlot(entry, parts, layer.reading)
+    layer.used |= {MARKER_SUFFIX, CHANNEL_SCALE, *parts}
+    if CHANNEL_SCALE not in layer.parts:
+        return slot
+    problem = (
+        "a pre_quant_scale (AWQ) is folded into the weight, which is packed again; its input_scale is dropped"
+    )
+    layer.warn("pre-quant-scale", problem)
+    return folded(slot, layer.parts[CHANNEL_SCALE])
+
+
+def _implied(layer: Layer) -> str | None:
+    weight, scale = layer.parts["weight"], layer.parts.get("weight_scale")
+    told = None if scale is None else (scale.dtype, len(scale.shape))
+    return implied_format(weight.dtype, weight.shape, told)
+
+
+def _check_weight(layer: Layer, name: str, kind: Kind) -> None:
+    weight = layer.parts["weight"]
+    if weight.dtype != kind.dtype or len(weight.shape) != 2 or 0 in weight.shape:
         raise HswqError(
-            f"the marker says {name}, the weight is something else",
+            f"the layer is said to be {name}, its weight is something else",
             tensor=layer.key,
             found=f"{weight.info.dtype} {list(weight.shape)}",
-            expected=f"a {WEIGHT_DTYPES[name]} matrix".replace("torch.", ""),
+            expected=f"a {kind.dtype} matrix".replace("torch.", ""),
         )
-    for role in SCALES_OF[name]:
-        if role not in layer.parts:
-            raise HswqError(
-                "a scale is missing", tensor=f"{layer.name}.{role}", expected=f"a scale of a {name} layer"
-            )
-    for role in PART_NAMES:
-        if role in layer.parts:
-            _check_scale(layer, name, role)
+    rows, columns = weight.shape[0], weight.shape[1] * kind.values_per_byte
+    if layer.reading.scales == "swizzled" and (rows % kind.multiple or columns % kind.multiple):
+        raise HswqError(
+            f"stored weights are not padded to multiples of {kind.multiple}",
+            tensor=layer.key,
+            found=f"{rows} rows, {columns} columns",
+            fix="a file of ModelOpt or compressed-tensors goes through hswq-lab convert",
+        )
 
 
-def _check_scale(layer: Layer, name: str, role: str) -> None:
+def _check_scales(layer: Layer, name: str, kind: Kind) -> None:
+    present = [part for part in SCALE_PARTS if part in layer.parts]
+    missing = [f"{layer.name}.{part}" for part in kind.scales if part not in present]
+    if missing:
+        raise HswqError(
+            f"a packed weight ({name}) without its scale",
+            tensor=layer.key,
+            found=", ".join(present) or "no scale at all",
+            expected=", ".join(missing),
+        )
+    if "weight_scale_2" in present and "weight_scale_2" not in kind.scales:
+        raise HswqError(f"a scale that {name} does not have", tensor=f"{layer.name}.weight_scale_2")
+    if "input_scale" in present and not kind.calibratable:
+        layer.warn("idle-scale", f"an input_scale that {name} does not use; kept as a plain tensor")
+    for part in present:
+        if part == "weight_scale" and kind.block is not None:
+            _check_block_scales(layer, kind, kind.block)
+        else:
+            _check_scale(layer, kind, part)
+
+
+def _check_scale(layer: Layer, kind: Kind, part: str) -> None:
     """Dtype and shape of one scale; the values of one-element scales."""
-    stored = layer.parts[role]
-    tensor = f"{layer.name}.{role}"
-    if role == "weight_scale" and name == "nvfp4":
-        _check_block_scales(layer, stored)
-        return
+    stored, tensor = layer.parts[part], f"{layer.name}.{part}"
     rows = layer.parts["weight"].shape[0]
-    sizes = (1, rows) if role == "weight_scale" and name == "int8_tensorwise" else (1,)
-    if stored.dtype not in FLOATS or math.prod(stored.shape) not in sizes:
+    per_row = part == "weight_scale" and kind.per_row
+    if stored.dtype not in FLOATS or math.prod(stored.shape) not in ((1, rows) if per_row else (1,)):
         raise HswqError(
             "a scale has the wrong dtype or shape",
             tensor=tensor,
             found=f"{stored.info.dtype} {list(stored.shape)}",
-            expected="F32, "
-            + ("one value" if len(sizes) == 1 else f"one value or one for each of {rows} rows"),
+            expected="F32, one value" + (f" or one for each of {rows} rows" if per_row else ""),
         )
     if stored.dtype != torch.float32:
         layer.warn(
-            "scale-dtype", f"{role} is stored in another dtype and was promoted to fp32", stored.info.dtype
+            "scale-dtype", f"{part} is stored in another dtype and was promoted to fp32", stored.info.dtype
         )
     if math.prod(stored.shape) == 1:
         value = float(scalar(stored))
-        if not math.isfinite(value) or value < 0 or (value == 0 and role == "input_scale"):
+        # A layer of zeros has the weight scale 0; an input_scale or a divisor can never be 0.
+        zero_is_wrong = part == "input_scale" or layer.reading.factor == "divisor"
+        if not math.isfinite(value) or value < 0 or (value == 0 and zero_is_wrong):
             raise HswqError(
                 "a scale has an impossible value",
                 tensor=tensor,
@@ -184,32 +178,22 @@ def _check_scale(layer: Layer, name: str, role: str) -> None:
             )
 
 
-def _check_block_scales(layer: Layer, stored: Stored) -> None:
-    rows, half = layer.parts["weight"].shape
-    if stored.dtype not in (torch.float8_e4m3fn, torch.uint8, *FLOATS):
+def _check_block_scales(layer: Layer, kind: Kind, block: int) -> None:
+    stored = layer.parts["weight_scale"]
+    if stored.dtype not in kind.block_dtypes:
         raise HswqError(
             "block scales have the wrong dtype",
             tensor=f"{layer.name}.weight_scale",
             found=stored.info.dtype,
-            expected="F8_E4M3",
+            expected=str(kind.block_dtypes[0]).removeprefix("torch."),
         )
     if stored.dtype in FLOATS:
-        layer.warn(
-            "scale-dtype",
-            "block scales are stored in a wide dtype and were taken back to E4M3",
-            stored.info.dtype,
-        )
-    blocks = -(-half // 8)
+        problem = "block scales are stored in a wide dtype and were taken back to E4M3"
+        layer.warn("scale-dtype", problem, stored.info.dtype)
+    rows, columns = layer.parts["weight"].shape
+    blocks = -(-columns * kind.values_per_byte // block)
     padded = swizzled_shape(rows, blocks)
     allowed = [padded] if layer.reading.scales == "swizzled" else [(rows, blocks), padded]
-    if layer.reading.scales == "swizzled" and (rows % 16 or half % 8):
-        raise HswqError(
-            "packed codes are not padded to multiples of 16",
-            tensor=layer.key,
-            found=[rows, half],
-            expected="[ceil16(N), ceil16(K)/2]",
-            fix="a file of ModelOpt or compressed-tensors goes through hswq-lab convert",
-        )
     if stored.shape not in allowed:
         raise HswqError(
             "block scales do not fit the codes",
@@ -219,30 +203,32 @@ def _check_block_scales(layer: Layer, stored: Stored) -> None:
         )
 
 
-def _logical_shape(layer: Layer, name: str) -> tuple[int, int]:
+def _logical_shape(layer: Layer, kind: Kind) -> tuple[int, int]:
     """(N, K) from the marker, else from the model, else N from the bias; only then from the stored shape."""
     stored = layer.parts["weight"].shape
-    rows, columns = (stored[0], 2 * stored[1]) if name == "nvfp4" else (stored[0], stored[1])
+    rows, columns = stored[0], stored[1] * kind.values_per_byte
     marked = layer.marker.shape if layer.marker is not None else (None, None)
     known = layer.shape or (None, None)
     n = marked[0] or known[0] or layer.bias_rows or rows
     k = marked[1] or known[1] or columns
-    padding = 16 if name == "nvfp4" else 1
-    exact = layer.reading.scales == "linear" and (rows, columns) == (n, k)
-    if not exact and (-(-n // padding) * padding != rows or -(-k // padding) * padding != columns):
+    if (n, k) != (rows, columns) and (ceil_to(n, kind.multiple), ceil_to(k, kind.multiple)) != (
+        rows,
+        columns,
+    ):
         raise HswqError(
-            "the logical shape does not fit the stored weight",
+            "the logical shape (from marker, model or bias) does not fit the stored weight",
             tensor=layer.key,
-            found=f"[{n}, {k}] for stored {list(stored)}",
-            expected=f"[{rows}, {columns}]" + (" less a padding below 16" if padding == 16 else ""),
+            found=f"[{n}, {k}]",
+            expected=f"[{rows}, {columns}]"
+            + (f" less a padding below {kind.multiple}" if kind.multiple > 1 else ""),
         )
     return n, k
 
 
-def _group(layer: Layer, name: str, k: int) -> int:
+def _group(layer: Layer, name: str, kind: Kind, k: int) -> int:
     """The rotation group of a rotated layer."""
     group = layer.marker.group if layer.marker is not None else None
-    if name not in ("nvfp4", "int8_tensorwise"):
+    if not kind.rotatable:
         raise HswqError("this format is never rotated", tensor=layer.key, found=f"{name} with convrot")
     if group is None:
         group = group_for(k)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hswq_lab.checkpoint.readings import COMFY, Reading
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, PackedWeight
+from hswq_lab.formats import Fp8Weight, Int8Weight, Mxfp8Weight, Nvfp4Weight, PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -165,6 +165,9 @@ class PackedSlot(Slot):
                 found = self.parts.get("weight_scale")
                 scale = torch.ones(()) if found is None else scalar(found)
                 return Fp8Weight(self.parts["weight"].read(), scale, (n, k), self._input_scale())
+            case "mxfp8":
+                stored_scales = self.parts["weight_scale"].read().view(torch.float8_e8m0fnu)
+                return Mxfp8Weight(self.parts["weight"].read(), stored_scales, (n, k))
             case other:
                 raise HswqError("no reader for this format", tensor=self.entry.name, found=other)
 
