@@ -81,6 +81,22 @@ def tiny_model(tiny_checkpoint, tiny_companion):
 
 
 @pytest.fixture
+def tiny_pack(tiny_model):
+    """The tiny model as a calibrated hybrid: every other Linear ConvRot NVFP4, the rest ConvRot INT8."""
+    from hswq_lab.packing import pack_weight
+
+    values = {}
+    for place, layer in enumerate(tiny_model.layers()):
+        name = f"{layer}.weight"
+        kind = "nvfp4" if place % 2 else "int8_tensorwise"
+        packed = pack_weight(tiny_model.checkpoint[name].float(), kind, 64, name=name)
+        if kind == "nvfp4":
+            packed = packed.with_input_scale(torch.tensor(8 / 2688))
+        values[name] = packed
+    return tiny_model.with_checkpoint(tiny_model.checkpoint.with_values(values), "tiny pack")
+
+
+@pytest.fixture
 def make_run(tiny_companion):
     """Makes a synthetic Run: a straight way from a seed's noise to a seed's picture, plus an error."""
 

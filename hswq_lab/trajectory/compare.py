@@ -94,6 +94,14 @@ def compare_runs(reference: Sequence[Run], variants: Mapping[str, Sequence[Run]]
         counts = {REFERENCE: len(reference), **{name: len(runs) for name, runs in variants.items()}}
         raise HswqError("every variant needs one run for each of the reference's", found=counts)
     first = reference[0]
+    for run in reference:
+        if (run.sigmas, run.cfg, run.latents.shape) != (first.sigmas, first.cfg, first.latents.shape):
+            raise HswqError(
+                "different noise levels, guidance or sizes among the reference's runs",
+                tensor=f"seed {run.seed}",
+                found=f"{run.steps} steps, cfg {run.cfg:g}, latents {tuple(run.latents.shape)}",
+                expected=f"{first.steps} steps, cfg {first.cfg:g}, latents {tuple(first.latents.shape)}",
+            )
     for name, runs in variants.items():
         for ours, theirs in zip(reference, runs, strict=True):
             check_comparable(ours, theirs, name)
