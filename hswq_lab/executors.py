@@ -21,6 +21,7 @@ def gather(
     units: Sequence[tuple[Any, ...]],
     labels: Sequence[str],
     progress: Progress | None = None,
+    on_result: Callable[[T], None] | None = None,
 ) -> list[T]:
     """Runs `work(*unit)` for every unit on an executor.
 
@@ -31,6 +32,7 @@ def gather(
         labels: what to call each unit.
         progress: told when a unit ends, and several times a second so that it can cancel. A cancel stops what
             has not begun; what a worker is in the middle of ends unheard.
+        on_result: gets each result as soon as it is there, in the order in which the units end.
 
     Returns:
         The results in the order of the units, whatever order they ended in.
@@ -49,8 +51,10 @@ def gather(
             tell(len(futures) - len(pending), len(futures), label)
             ended, pending = wait(pending, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
             for future in ended:
-                future.result()
+                result = future.result()
                 label = names[future]
+                if on_result is not None:
+                    on_result(result)
         tell(len(futures), len(futures), label)
         return [future.result() for future in futures]
     except BrokenExecutor as error:

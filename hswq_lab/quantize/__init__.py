@@ -1,1 +1,30 @@
 """From a 16-bit model to a calibrated hybrid pack: sensitivity, plan, pack, calibrate."""
+
+from __future__ import annotations
+
+from hswq_lab.quantize.calibrate import calibrate, observe_for, with_input_scales
+from hswq_lab.quantize.impact import ImpactReport, LayerImpact
+from hswq_lab.quantize.observe import CalibrationReport, LayerActivations, observe
+from hswq_lab.quantize.pack import pack, pack_items, pack_to_file
+from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport, pareto
+from hswq_lab.quantize.plan import Plan
+from hswq_lab.quantize.sensitivity import sensitivity
+
+__all__ = [
+    "CalibrationReport",
+    "ImpactReport",
+    "LayerActivations",
+    "LayerImpact",
+    "ParetoPoint",
+    "ParetoReport",
+    "Plan",
+    "calibrate",
+    "observe",
+    "observe_for",
+    "pack",
+    "pack_items",
+    "pack_to_file",
+    "pareto",
+    "sensitivity",
+    "with_input_scales",
+]

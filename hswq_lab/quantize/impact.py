@@ -239,6 +239,8 @@ class ImpactReport(Result):
             values: dict[str, Any] = {
                 name: math.nan if value is None else value for name, value in row.items() if name in known
             }
+            # JSON has no infinity: a latent that was lost.
+            values["samples"] = [math.inf if sample is None else sample for sample in values["samples"]]
             rows.append(LayerImpact(**{**values, "layer": layer_name(values["layer"])}))
         head = {
             entry.name: content[entry.name] for entry in fields(cls) if entry.name not in ("rows", "size")

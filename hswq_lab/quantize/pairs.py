@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING
@@ -45,8 +46,11 @@ def choose_pairs(
 
 
 def label_of(prompt: Prompt) -> str:
-    """What a report calls a prompt."""
-    return prompt if isinstance(prompt, str) else "given caption features"
+    """What a report calls a prompt: the text, or a hash of given caption features."""
+    if isinstance(prompt, str):
+        return prompt
+    digest = hashlib.sha256(prompt.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return f"caption features {digest[:12]}"
 
 
 def _not_of_the_gate() -> Iterator[int]:

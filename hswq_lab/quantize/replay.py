@@ -38,10 +38,10 @@ class Replay:
         self._changed: list[tuple[str, int]] = []
         self._step = 0
         self._batch = 0
-        network.t_embedder = self._stage(network.t_embedder, "t_embedder", TIME)
-        network.x_embedder = self._stage(network.x_embedder, "x_embedder", IMAGE)
+        network.add_module("t_embedder", self._stage(network.t_embedder, "t_embedder", TIME))
+        network.add_module("x_embedder", self._stage(network.x_embedder, "x_embedder", IMAGE))
         self._wrap(network.noise_refiner, "noise_refiner", IMAGE)
-        network.cap_embedder = self._stage(network.cap_embedder, "cap_embedder", CAPTION)
+        network.add_module("cap_embedder", self._stage(network.cap_embedder, "cap_embedder", CAPTION))
         self._wrap(network.context_refiner, "context_refiner", CAPTION)
         self._wrap(network.layers, "layers", JOINT)
 

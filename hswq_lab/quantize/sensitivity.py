@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch.nn.functional import linear
+
+from hswq_lab import packing
+from hswq_lab.errors import HswqError
+from hswq_lab.executors import gather
+from hswq_lab.formats import PackedWeight
+from hswq_lab.progress import silent
+from hswq_lab.quantize.impact import ImpactReport, LayerImpact
+from hswq_lab.quantize.pairs import choose_pairs, label_of
+from hswq_lab.quantize.plan import KEPT, Plan, canonical
+from hswq_lab.quantize.trial import Trial, TrialSettings
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Executor
-
-    from torch import Tensor
 
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
-    from hswq_lab.quantize.impact import ImpactReport
+    from hswq_lab.quantize.pack import Scales
+    from hswq_lab.spec import ModelSpec
+    from hswq_lab.trajectory.compare import Prompt
+
+DEFAULT_PROMPTS = 4
+TASKS = 16
+"""Pieces for an executor: few, as each worker makes the reference run once; many, as one may be lost."""
+
+Unit = tuple[str, str]
+"""A layer and a format."""
 
 
 def sensitivity(
     model: Model,
-    prompts: Sequence[str | Tensor] | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
     seeds: Sequence[int] | None = None,
     *,
     steps: int = 4,
     cfg: float = 2.5,
-    formats: Sequence[str] = ("nvfp4", "int8_tensorwise"),
-    scales: str = "sweep",
+    formats: Sequence[str] = ("nvfp4",),
+    scales: Scales = "sweep",
     layers: Sequence[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
@@ -32,17 +55,189 @@ def sensitivity(
 ) -> ImpactReport:
     """Measures what each layer alone, in its real target format, does to the final latent.
 
+    A layer's impact is ‖x − x_ref‖²/‖x_ref‖² of the final latent when only it is packed: rotated, its weight
+    with its real error, its activations quantised too (NVFP4 with a static scale from the reference run, INT8
+    row by row).
+
     Args:
-        model: 16-bit; not changed.
-        prompts: one for each seed, or one for all; by default four of the model's own.
-        seeds: of the starting noises; the first of `SEEDS_20` by default, one for each prompt.
+        model: 16-bit, without LoRAs; not changed.
+        prompts: one for each seed, or one for all; by default the first four of the model's own.
+        seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps.
         cfg: guidance scale.
-        formats: formats to measure, as in a plan.
-        scales: how weights are quantised, as for `pack`.
+        formats: formats to measure, as in a plan; plans take INT8 as free where it was not measured (it costs
+            about a hundredth of NVFP4).
+        scales: how NVFP4 weights are quantised, as for `pack`.
         layers: names or globs; all by default.
         resume: JSON file that is written as layers finish, and read first if it is there.
-        executor: where to run; in this process by default.
+        executor: where to run, e.g. Dask's `client.get_executor()`; default: here. Workers get a `ModelSpec`.
+            The numbers are the same, bit for bit.
         progress: told after every layer.
+
+    Raises:
+        HswqError: prompts and seeds do not pair, an unknown layer or format, or a file to resume that belongs
+            to another model or other settings.
     """
-    raise NotImplementedError
+    started = time.monotonic()
+    settings = TrialSettings(
+        pairs=tuple(choose_pairs(model, prompts, seeds, DEFAULT_PROMPTS)),
+        steps=steps,
+        cfg=cfg,
+        shift=model.default_shift,
+        size=model.default_size,
+        scales=scales,
+    )
+    empty = _empty_report(model, settings)
+    units = _units(model, layers, formats)
+    store = _Store(empty, units, None if resume is None else Path(resume), started)
+    missing = [unit for unit in units if unit not in store.rows]
+    (progress or silent)(len(units) - len(missing), len(units), "reference run")
+    if missing and executor is None:
+        for done, row in enumerate(
+            measure_layers(Trial(model, settings), missing), len(units) - len(missing) + 1
+        ):
+            store.add([row])
+            (progress or silent)(done, len(units), row.layer)
+    elif missing and executor is not None:
+        _measure_there(executor, model, settings, missing, store.add, progress)
+    return store.report()
+
+
+def measure_layers(trial: Trial, units: Sequence[Unit]) -> Iterator[LayerImpact]:
+    """The rows of a report for some layers and formats, in this order."""
+    for layer, form in units:
+        candidate = trial.packed(layer, form)
+        shape = trial.model.layers()[layer]
+        if candidate is None:  # never reached: whatever its format, no output depends on it
+            yield LayerImpact(layer, form, *shape, samples=[0.0] * len(trial.settings.pairs))
+            continue
+        samples = trial.errors(trial.run({layer: form}))
+        yield replace(_proxies(trial, layer, form), samples=samples)
+
+
+def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[Unit]) -> list[LayerImpact]:
+    """The unit of work of a worker, which keeps its last trial."""
+    with _lock:
+        key = (spec, settings.identity)
+        if key not in _trials:
+            _trials.clear()
+            _trials[key] = Trial(spec.model(), settings)
+        return list(measure_layers(_trials[key], units))
+
+
+_lock = threading.Lock()
+_trials: dict[tuple[ModelSpec, str], Trial] = {}
+
+
+def _measure_there(
+    executor: Executor,
+    model: Model,
+    settings: TrialSettings,
+    units: Sequence[Unit],
+    add: Callable[[list[LayerImpact]], None],
+    progress: Progress | None,
+) -> None:
+    size = -(-len(units) // TASKS)
+    pieces = [units[start : start + size] for start in range(0, len(units), size)]
+    spec = model.spec()
+    gather(
+        executor,
+        measure_elsewhere,
+        [(spec, settings, piece) for piece in pieces],
+        [piece[-1][0] for piece in pieces],
+        progress,
+        on_result=add,
+    )
+
+
+def _proxies(trial: Trial, layer: str, form: str) -> LayerImpact:
+    """The row of a layer with its proxies, and no samples yet."""
+    candidate = trial.packed(layer, form)
+    if candidate is None or not isinstance(candidate.weight, PackedWeight):
+        raise HswqError("there is nothing to measure on this layer", tensor=layer, found=form)
+    n, k = trial.model.layers()[layer]
+    weight, inputs = trial.weight(layer).float(), trial.inputs(layer)
+    difference = packing.dequantize(candidate.weight) - weight
+    exact = linear(inputs.float(), weight)
+    bias = 0.0 if candidate.bias is None else candidate.bias.float()
+    wrong = candidate(inputs).float() - bias - exact
+    squared = float(difference.square().sum())
+    return LayerImpact(
+        layer=layer,
+        format=form,
+        n=n,
+        k=k,
+        samples=[],
+        weight_error=squared / float(weight.square().sum()),
+        weight_power=squared * float(inputs.float().square().mean()),
+        output_error=float(wrong.square().sum()) / float(exact.square().sum()),
+        output_variance=float(wrong.square().sum()) / len(inputs),
+    )
+
+
+def _units(model: Model, layers: Sequence[str] | None, formats: Sequence[str]) -> list[Unit]:
+    wanted = [canonical(form, form) for form in formats]
+    if not wanted or KEPT in wanted:
+        raise HswqError("there is no format to measure", found=list(formats), expected="e.g. nvfp4")
+    plan = Plan(dict.fromkeys(["*"] if layers is None else layers, wanted[0]))
+    chosen = plan.for_layers(model.layers())
+    return [(layer, form) for layer, what in chosen.items() if what.format != KEPT for form in wanted]
+
+
+def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:
+    return ImpactReport(
+        model=model.name,
+        sha256=model.checkpoint.sha256,
+        prompts=[label_of(prompt) for prompt, _ in settings.pairs],
+        seeds=[seed for _, seed in settings.pairs],
+        steps=settings.steps,
+        cfg=settings.cfg,
+        shift=settings.shift,
+        size=settings.size,
+        scales=settings.scales,
+        rows=[],
+    )
+
+
+@dataclass
+class _Store:
+    """The rows measured so far, kept in a file if there is one."""
+
+    empty: ImpactReport
+    units: Sequence[Unit]
+    path: Path | None
+    started: float
+
+    def __post_init__(self) -> None:
+        self.rows: dict[Unit, LayerImpact] = {}
+        self.seconds_before = 0.0
+        if self.path is not None and self.path.exists():
+            before = ImpactReport.load(self.path)
+            self._check_same_work(before)
+            self.seconds_before = before.seconds
+            self.rows = {(row.layer, row.format): row for row in before.rows}
+
+    def add(self, rows: list[LayerImpact]) -> None:
+        """Takes in rows and writes the file."""
+        self.rows |= {(row.layer, row.format): row for row in rows}
+        if self.path is not None:
+            self.report().save(self.path)
+
+    def report(self) -> ImpactReport:
+        """The report of what is there; rows that were in the file but were not asked for now come last."""
+        ordered = [unit for unit in self.units if unit in self.rows]
+        ordered += [unit for unit in self.rows if unit not in set(self.units)]
+        seconds = self.seconds_before + time.monotonic() - self.started
+        return replace(self.empty, rows=[self.rows[unit] for unit in ordered], seconds=seconds)
+
+    def _check_same_work(self, before: ImpactReport) -> None:
+        for name in ("sha256", "prompts", "seeds", "steps", "cfg", "shift", "size", "scales"):
+            found, expected = getattr(before, name), getattr(self.empty, name)
+            if found != expected:
+                raise HswqError(
+                    f"the file to resume was made with another {name}",
+                    file=self.path,
+                    found=found,
+                    expected=expected,
+                    fix="delete it, or resume with the settings it was made with",
+                )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from hswq_lab.models.sampler import sigmas, starting_noise
 from hswq_lab.models.zimage import padded_length
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.quantize.activations import Activations, observing
+from hswq_lab.quantize.pairs import label_of
 from hswq_lab.quantize.plan import KEPT, layer_format
 from hswq_lab.quantize.replay import Replay
 
@@ -47,6 +49,11 @@ class TrialSettings:
     shift: float
     size: tuple[int, int]
     scales: Scales
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal settings, in every process."""
+        return repr(replace(self, pairs=tuple((label_of(prompt), seed) for prompt, seed in self.pairs)))
 
 
 class Trial:
@@ -99,7 +106,8 @@ class Trial:
         if rotated not in self._observed:
             _ = self.reference
         if rotated not in self._observed:
-            self._replay.begin(())
+            # Recording, since a stage that is replayed sees no input.
+            self._replay.begin((), recording=True)
             with observing(self._linears, self._groups(rotated=rotated), {}) as observed:
                 self._sample()
             self._observed[rotated] = observed
@@ -147,10 +155,11 @@ class Trial:
             return self._sample()
 
     def errors(self, latents: Tensor) -> list[float]:
-        """‖x − x_ref‖²/‖x_ref‖² for each pair, in fp64."""
+        """‖x − x_ref‖²/‖x_ref‖² for each pair, in fp64; infinite where the latent holds NaN."""
         reference = self.reference.flatten(1).double()
         difference = latents.flatten(1).double() - reference
-        return [float(e) for e in difference.square().sum(1) / reference.square().sum(1)]
+        errors = difference.square().sum(1) / reference.square().sum(1)
+        return [float(e) for e in errors.nan_to_num(nan=math.inf)]
 
     def cosines(self, latents: Tensor) -> list[float]:
         """Cosine with the reference's final latent for each pair, in fp64."""
