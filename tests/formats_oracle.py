@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from fractions import Fraction
 
 import numpy as np
@@ -23,9 +24,11 @@ E4M3 = e4m3_table()
 
 def nearest_code(magnitude: float, table: list[float]) -> int:
     """Index of the nearest value; of two equally near ones the even index; the last one saturates."""
+    above = bisect.bisect_left(table, magnitude)
+    if above in {0, len(table)}:
+        return min(above, len(table) - 1)
     exact = Fraction(magnitude)
-    best = min(range(len(table)), key=lambda i: (abs(Fraction(table[i]) - exact), i % 2))
-    return len(table) - 1 if exact > table[-1] else best
+    return min((above - 1, above), key=lambda i: (abs(Fraction(table[i]) - exact), i % 2))
 
 
 def quantize_block(x: np.ndarray, s: np.float32) -> tuple[int, list[int]]:
@@ -48,6 +51,28 @@ def encode_block(x: np.ndarray, s: np.float32, c: int) -> list[int]:
         int(sign) << 3 | (7 if abs(v) > 6 else nearest_code(abs(float(v)), E2M1))
         for v, sign in zip(y, signs, strict=True)
     ]
+
+
+def error(x: np.ndarray, s: np.float32, c: int, h: np.ndarray | None) -> np.float32:
+    """Squared error of a block in units of s squared, fp32, summed by halves."""
+    with np.errstate(all="ignore"):
+        codes = encode_block(x, s, c)
+        values = np.array([E2M1[n & 7] * (-1 if n & 8 else 1) for n in codes], np.float32)
+        d = values * np.float32(E4M3[c]) - x / s
+        e = d * d if h is None else h * (d * d)
+        while e.size > 1:
+            e = e[: e.size // 2] + e[e.size // 2 :]
+    return e[0]
+
+
+def best_code(x: np.ndarray, s: np.float32, codes: list[int], h: np.ndarray | None) -> int:
+    """The first of the ascending codes with the least error; the plain one if none is finite."""
+    best, least = quantize_block(x, s)[0], np.float32(np.inf)
+    for c in codes:
+        found = error(x, s, c, h)
+        if found < least:
+            best, least = c, found
+    return best
 
 
 def padded(x: np.ndarray, multiple: int = 16) -> np.ndarray:

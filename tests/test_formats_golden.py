@@ -183,7 +183,7 @@ class TestInt8:
 
     @pytest.mark.parametrize("way", ["rowwise", "tensorwise"])
     def test_bf16_division_is_theirs_for_comparison(self, way):
-        # They divide bf16 weights in bf16 and clamp at -128, we divide in fp32 and clamp at -127. Scales agree.
+        # They divide bf16 weights in bf16 and clamp at -128, we in fp32 and at -127. Scales agree.
         w, golden = TENSORS["int8.bf16.w"], TENSORS[f"int8.bf16.{way}_q"]
         amax = w.abs().amax(dim=1, keepdim=True) if way == "rowwise" else w.abs().amax()
         quotient = (w / (amax / 127)).float()
