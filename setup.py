@@ -43,7 +43,15 @@ ISA_FLAGS = {
     "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split(),
 }
 MATH_FLAGS = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra"]
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+    "-Wno-maybe-uninitialized",
+]
 # PTX for every card from Ampere on, wgmma on Hopper, FP4 on Blackwell.
 CUDA_TARGETS = {
     "80": "arch=compute_80,code=[sm_80,compute_80]",

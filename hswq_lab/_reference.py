@@ -70,5 +70,5 @@ def dequantize_nvfp4(
 def _clipped(rotated: Tensor, tensor_scale: Tensor) -> Tensor:
     """How many blocks of 16 have ``amax / 6 / s > 448``, int64 scalar."""
     padded = torch.nn.functional.pad(rotated, (0, -rotated.shape[1] % 16))
-    b = padded.reshape(rotated.shape[0], -1, 16).abs().amax(dim=2) / 6.0
+    b = padded.reshape(rotated.shape[0], padded.shape[1] // 16, 16).abs().amax(dim=2) / 6.0
     return ((b / tensor_scale.float() > 448.0) & (b != 0)).sum()

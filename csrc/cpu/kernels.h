@@ -1,5 +1,5 @@
-// What one instruction set's kernels offer, and the plain structures that they work on. No function here starts threads: each does
-// a range of rows or columns, and api.cpp divides the work.
+// What one instruction set's kernels offer, and the plain structures that they work on. No function here starts threads: each
+// does a range of rows, and api.cpp divides the work.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace hswq {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 
-inline int64_t ceil_to(int64_t n, int64_t multiple) {
+constexpr int64_t ceil_to(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
@@ -25,7 +25,7 @@ struct MutableMatrix {
     Dtype dtype;
 };
 
-// NVFP4 as on disk: packed codes [ceil16 rows, ceil16 cols / 2], swizzled block scales [ceil128 rows, ceil4(ceil16 cols / 16)].
+// NVFP4 as on disk: codes [ceil16 rows, ceil16 cols / 2], swizzled block scales [ceil128 rows, ceil4(ceil16 cols / 16)].
 struct Nvfp4 {
     const uint8_t* codes;
     const uint8_t* scales;
@@ -36,13 +36,13 @@ enum class Method : int { rtn = 0, four_six = 1, sweep = 2 };
 
 struct QuantizeJob {
     Matrix x;
-    int group;                  // rotation before quantising; 0: none
+    int group;  // rotation before quantising; 0: none
     float tensor_scale;
     Method method;
-    const float* importance;    // [cols], or null
+    const float* importance;  // [cols], or null
     bool stochastic;
     uint64_t seed;
-    const uint8_t* kept_scales; // swizzled codes that are kept where they suffice, or null
+    const uint8_t* kept_scales;  // swizzled codes that are kept where they suffice, or null
     uint8_t* codes;
     uint8_t* scales;
 };
@@ -52,37 +52,65 @@ struct Int8Job {
     int group;
     bool stochastic;
     uint64_t seed;
-    bool keep_scales;           // `scale` holds what is kept where it suffices; else it is computed
-    bool scalar_scale;          // one scale for the whole matrix instead of one a row (only with keep_scales, already final)
+    bool keep_scales;   // `scale` holds what is kept where it suffices; else it is computed
+    bool scalar_scale;  // one scale, already final, for the whole matrix
     float* scale;
-    int8_t* q;                  // [rows, cols], dense
+    int8_t* q;  // [rows, cols], dense
 };
 
-// Y[m, n] = epilogue(sum over k of x[m, k] w[n, k]); y is [x rows, w rows].
+// How sums become Y [x rows, w rows]: fp4: sum * alpha + bias in fp64; otherwise sum * (x_scale * w_scale) + bias in fp32, with
+// one number a row of x (null: `alpha`) and one a row of w (null: none).
 struct Epilogue {
     MutableMatrix y;
-    double alpha;               // fp4: multiplies in fp64; w4a16, w4a8: the fp32 scale
-    const float* row_scale;     // [N] multiplies alpha in fp32, or null (w4a8, int8)
-    const float* col_scale;     // [M] scale of each row of x, or null (int8)
-    const float* bias;          // [N] or null
+    float alpha;
+    const float* x_scale;
+    const float* w_scale;
+    bool scalar_w_scale;
+    const float* bias;  // [N], or null
+};
+
+// A matrix product works on x packed once (rows in units of 16) and on w decoded panel by panel (likewise), so that its own
+// layout is nobody else's business. k is the padded number of columns.
+struct Fp4Gemm {
+    int64_t (*packed_bytes)(int64_t m, int64_t k);
+    void (*pack)(const Nvfp4& x, uint8_t* packed, int64_t begin, int64_t end);
+    void (*multiply)(const uint8_t* packed, const Nvfp4& w, const Epilogue& e, int64_t begin, int64_t end);
+};
+
+struct Int8Gemm {
+    int64_t (*packed_bytes)(int64_t m, int64_t k);
+    void (*pack)(const int8_t* q, int64_t m, int64_t k, uint8_t* packed, int64_t begin, int64_t end);
+    void (*multiply)(const uint8_t* packed, const int8_t* w, int64_t n, int64_t k, const Epilogue& e, int64_t begin,
+                     int64_t end);
+};
+
+// 16-bit or 8-bit activations on NVFP4 weights, in bf16 with fp32 sums; null where the instruction set has no fast way.
+// With fp8_scale > 0 activations are rounded to E4M3 at that scale, and weights to E4M3 with a power of two a row.
+struct W4Gemm {
+    int64_t (*packed_bytes)(int64_t m, int64_t k);
+    void (*pack)(const Matrix& x, int group, bool fp8, float fp8_scale, uint8_t* packed, int64_t begin, int64_t end);
+    void (*multiply)(const uint8_t* packed, const Nvfp4& w, bool fp8, const Epilogue& e, int64_t begin, int64_t end);
 };
 
 struct Kernels {
-    void (*amax)(const Matrix& x, int64_t begin, int64_t end, float* result);
+    void (*amax_rows)(const Matrix& x, int group, float* amax, int64_t begin, int64_t end);
     void (*rotate)(const Matrix& x, int group, const MutableMatrix& y, int64_t begin, int64_t end);
     // Returns how many blocks the tensor scale clipped (amax / 6 / s > 448).
     int64_t (*quantize)(const QuantizeJob& job, int64_t begin, int64_t end);
     void (*dequantize)(const Nvfp4& w, float tensor_scale, int group, const MutableMatrix& y, int64_t begin, int64_t end);
     void (*quantize_int8)(const Int8Job& job, int64_t begin, int64_t end);
-    void (*amax_rows)(const Matrix& x, int group, float* amax, int64_t begin, int64_t end);
     void (*dequantize_int8)(const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y,
                             int64_t begin, int64_t end);
+    Fp4Gemm fp4;
+    Int8Gemm int8;
+    W4Gemm w4;
 };
 
 extern const Kernels kBaselineKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAmxKernels;
 #endif
 
 }  // namespace hswq

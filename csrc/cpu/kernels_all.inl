@@ -1,0 +1,30 @@
+// One instruction set's kernels: what is compiled depends on the flags that setup.py gives the including file.
+#include "cpu/kernels.h"
+
+#include <cstddef>
+
+#include "cpu/scratch.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace hswq {
+namespace {
+
+#include "cpu/simd.inl"
+#include "cpu/rotate.inl"
+#include "cpu/philox.inl"
+#include "cpu/nvfp4.inl"
+#include "cpu/int8.inl"
+#include "cpu/epilogue.inl"
+#include "cpu/gemm_plain.inl"
+
+}  // namespace
+
+extern const Kernels HSWQ_KERNELS = {
+    amax_rows, rotate, quantize, dequantize, quantize_int8, dequantize_int8, {fp4_packed_bytes, fp4_pack, fp4_multiply},
+    {int8_packed_bytes, int8_pack, int8_multiply}, {nullptr, nullptr, nullptr},
+};
+
+}  // namespace hswq
