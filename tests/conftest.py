@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.model import Model
+from hswq_lab.models.companion import Companion
+from hswq_lab.models.mini import LinearCodec, encode_text
 from hswq_lab.models.sampler import Run, noise_hash, sigmas, starting_noise
 from hswq_lab.models.zimage import ZImage, ZImageConfig
+from hswq_lab.packing import pack_weight
 
 # Tiny tensors on several threads spend their time waiting for each other, the more so on a shared machine.
 torch.set_num_threads(1)
@@ -51,17 +56,12 @@ def tiny_tensors():
 @pytest.fixture
 def tiny_checkpoint(tiny_tensors):
     """The same as a 16-bit Checkpoint in memory."""
-    from hswq_lab.checkpoint import Checkpoint
-
     return Checkpoint.from_mapping(tiny_tensors, {"made_by": "tests"})
 
 
 @pytest.fixture(scope="session")
 def tiny_companion():
     """Text encoder of the mini model, a random orthonormal codec, twenty prompts, pictures of 16×16."""
-    from hswq_lab.models.companion import Companion
-    from hswq_lab.models.mini import LinearCodec, encode_text
-
     basis = torch.linalg.qr(torch.randn(48, 16, generator=torch.Generator().manual_seed(1))).Q
     return Companion(
         name="tiny",
@@ -75,16 +75,12 @@ def tiny_companion():
 @pytest.fixture
 def tiny_model(tiny_checkpoint, tiny_companion):
     """A Model of the tiny checkpoint, fp32 on the CPU."""
-    from hswq_lab.model import Model
-
     return Model(tiny_checkpoint, name="tiny", companion=tiny_companion)
 
 
 @pytest.fixture
 def tiny_pack(tiny_model):
     """The tiny model as a calibrated hybrid: every other Linear ConvRot NVFP4, the rest ConvRot INT8."""
-    from hswq_lab.packing import pack_weight
-
     values = {}
     for place, layer in enumerate(tiny_model.layers()):
         name = f"{layer}.weight"
