@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hswq_lab import ops, widgets
     from hswq_lab.bench import bench_gemm, bench_model
     from hswq_lab.checkpoint import Checkpoint, check, diff, inspect
-    from hswq_lab.doctor import doctor
+    from hswq_lab.checkup import doctor
     from hswq_lab.export import save_figure
     from hswq_lab.jobs import Job
     from hswq_lab.loading import load, save
@@ -35,7 +35,7 @@ _HOMES = {
     "check": "checkpoint",
     "compare": "trajectory",
     "diff": "checkpoint",
-    "doctor": "doctor",
+    "doctor": "checkup",
     "inspect": "checkpoint",
     "load": "loading",
     "load_lora": "lora",

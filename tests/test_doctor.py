@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 
 import pytest
 
+import hswq_lab as hl
+from hswq_lab import checkup as doctor
 from hswq_lab import ops
-from hswq_lab.doctor import Check, DoctorReport
+from hswq_lab.checkup import Check, DoctorReport
 from hswq_lab.errors import HswqError
-
-doctor = importlib.import_module("hswq_lab.doctor")  # hswq_lab.doctor itself is the function
 
 GOOD = {
     "plotly": "7.1.0",
@@ -126,3 +125,7 @@ def test_the_result_is_a_table(tmp_path):
     assert "mend it" in report.save(tmp_path / "d.csv").read_text()
     with pytest.raises(HswqError, match="no figure"):
         report.figure()
+
+
+def test_the_public_name_is_the_function_whatever_was_imported_before():
+    assert hl.doctor is doctor.doctor
