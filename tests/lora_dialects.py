@@ -1,5 +1,7 @@
-"""One logical LoRA, written in every dialect: the generator behind the LoRA tests. Written from the format notes, not
-from the reader's tables, so that a wrong table cannot hide."""
+"""One logical LoRA, written in every dialect: the generator behind the LoRA tests.
+
+Written from the formats' own description, not from the reader's tables, so that a wrong table cannot hide.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _BLOCK = {
     "feed_forward.w3": (F, D),
 }
 LAYERS: dict[str, tuple[int, int]] = {
-    **{f"{stack}.{i}.{leaf}": shape for stack, n in (("layers", 12), ("noise_refiner", 2), ("context_refiner", 2))
+    **{f"{stack}.{i}.{leaf}": shape
+       for stack, n in (("layers", 12), ("noise_refiner", 2), ("context_refiner", 2))
        for i in range(n) for leaf, shape in _BLOCK.items()},
     **{f"layers.{i}.adaLN_modulation.0": (4 * D, 16) for i in range(12)},
     "cap_embedder.1": (D, 24),
@@ -63,9 +66,13 @@ def split_names(layer: str) -> list[str]:
 
 
 def logical(
-    layers: list[str], rank: Callable[[str], int], alpha: Callable[[str], float], seed: int = 0, parts: str = "qkv"
+    layers: list[str],
+    rank: Callable[[str], int],
+    alpha: Callable[[str], float],
+    seed: int = 0,
+    parts: str = "qkv",
 ) -> list[Module]:
-    """Random modules on some layers; `parts` says which of q, k, v there are; rank and alpha by diffusers' name."""
+    """Random modules on some layers; `parts` says which of q, k, v; rank and alpha by diffusers' name."""
     generator = torch.Generator().manual_seed(seed)
     modules = []
     for layer in layers:
@@ -94,7 +101,9 @@ def dense(modules: list[Module]) -> dict[str, Tensor]:
 Written = tuple[dict[str, Tensor], dict[str, str]]
 
 
-def _pairs(prefix: str, down: str, up: str, *, alpha: bool, flat: bool = False) -> Callable[[list[Module]], Written]:
+def _pairs(
+    prefix: str, down: str, up: str, *, alpha: bool, flat: bool = False
+) -> Callable[[list[Module]], Written]:
     """Split dialects: with an alpha tensor, or with the scale folded into the up factor."""
 
     def write(modules: list[Module]) -> Written:
@@ -126,8 +135,10 @@ def _peft(prefix: str, *, rslora: bool = False, flattened: bool = True) -> Calla
     return write
 
 
-def _fused(prefix: str, down: str, up: str, *, alpha: bool, flat: bool = False) -> Callable[[list[Module]], Written]:
-    """Fused qkv: block-diagonal up, stacked down; alpha tripled with the rank where it can be, else folded."""
+def _fused(
+    prefix: str, down: str, up: str, *, alpha: bool, flat: bool = False
+) -> Callable[[list[Module]], Written]:
+    """Fused qkv: block-diagonal up, stacked down; scales folded, half into alpha if there is one."""
 
     def write(modules: list[Module]) -> Written:
         tensors: dict[str, Tensor] = {}
@@ -139,7 +150,9 @@ def _fused(prefix: str, down: str, up: str, *, alpha: bool, flat: bool = False) 
             column = 0
             for m in group:
                 scale = m.alpha / m.rank
-                big[m.start : m.start + m.up.shape[0], column : column + m.rank] = m.up * (scale / 2 if alpha else scale)
+                big[m.start : m.start + m.up.shape[0], column : column + m.rank] = m.up * (
+                    scale / 2 if alpha else scale
+                )
                 column += m.rank
             name = prefix + (layer.replace(".", "_") if flat else layer)
             tensors[name + down] = torch.cat([m.down for m in group])
@@ -156,7 +169,11 @@ def _lokr(modules: list[Module]) -> Written:
     tensors: dict[str, Tensor] = {}
     for m in modules:
         name = "lycoris_" + m.name.replace(".", "_")
-        tensors |= {f"{name}.lokr_w1": torch.ones(1, 1), f"{name}.lokr_w2_a": m.up, f"{name}.lokr_w2_b": m.down}
+        tensors |= {
+            f"{name}.lokr_w1": torch.ones(1, 1),
+            f"{name}.lokr_w2_a": m.up,
+            f"{name}.lokr_w2_b": m.down,
+        }
         tensors[f"{name}.alpha"] = torch.tensor(m.alpha)
     return tensors, {}
 
@@ -178,7 +195,11 @@ def _loha(modules: list[Module]) -> Written:
         name = "diffusion_model." + m.name
         n, r, k = m.up.shape[0], m.rank, m.down.shape[1]
         tensors |= {f"{name}.hada_w1_a": torch.full((n, r), 1.0 / r), f"{name}.hada_w1_b": torch.ones(r, k)}
-        tensors |= {f"{name}.hada_w2_a": m.up, f"{name}.hada_w2_b": m.down, f"{name}.alpha": torch.tensor(m.alpha)}
+        tensors |= {
+            f"{name}.hada_w2_a": m.up,
+            f"{name}.hada_w2_b": m.down,
+            f"{name}.alpha": torch.tensor(m.alpha),
+        }
     return tensors, {}
 
 
@@ -195,7 +216,9 @@ DIALECTS: dict[str, Callable[[list[Module]], Written]] = {
     "2 peft": _peft("base_model.model.", flattened=False),
     "2 diffusers over peft": _peft("transformer.base_model.model."),
     "2 rslora": _peft("transformer.", rslora=True),
-    "3 default infix": _pairs("diffusion_model.", ".lora_A.default.weight", ".lora_B.default.weight", alpha=False),
+    "3 default infix": _pairs(
+        "diffusion_model.", ".lora_A.default.weight", ".lora_B.default.weight", alpha=False
+    ),
     "3 bare, default infix": _pairs("", ".lora_A.default.weight", ".lora_B.default.weight", alpha=False),
     "4 native fused": _fused("diffusion_model.", *_AB, alpha=False),
     "4 native fused, down/up": _fused("diffusion_model.", *_DU, alpha=False),
@@ -206,7 +229,11 @@ DIALECTS: dict[str, Callable[[list[Module]], Written]] = {
     "7 double underscore": _pairs("lora_unet__", *_DU, alpha=True, flat=True),
     "8 OneTrainer": _pairs("lora_transformer_", *_DU, alpha=True, flat=True),
     "8 OneTrainer, linear layer": _pairs(
-        "lora_transformer_", ".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", alpha=True, flat=True
+        "lora_transformer_",
+        ".lora_linear_layer.down.weight",
+        ".lora_linear_layer.up.weight",
+        alpha=True,
+        flat=True,
     ),
     "9 SimpleTuner": _pairs("lycoris_", *_DU, alpha=True, flat=True),
     "10 LoKr": _lokr,

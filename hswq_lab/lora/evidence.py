@@ -20,6 +20,7 @@ Verdict = Literal["OK", "MISMATCH", "MISSING", "N/A"]
 Kind = Literal["nvfp4", "int8", "other_qt", "16-bit"]
 
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
+_NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
 _ROWS = 512  # rows measured at a time, in fp64
 
 
@@ -72,9 +73,9 @@ class LayerEvidence:
 
     @property
     def growth(self) -> float | None:
-        """How much the layer's error to the source grew: after / before."""
+        """How much the layer's error to the source grew: after / before; None where there was none before."""
         before, after = self.source_error_before, self.source_error_after
-        return None if not before or after is None else after / before
+        return after / before if before is not None and after is not None and before > _NO_ERROR else None
 
 
 @dataclass(frozen=True, eq=False)
