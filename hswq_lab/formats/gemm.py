@@ -17,7 +17,7 @@ from hswq_lab.formats.e4m3 import E4M3_MAX, encode_e4m3
 from hswq_lab.formats.int8 import quantize_int8
 from hswq_lab.formats.nvfp4 import decode_blocks, quantize_nvfp4
 from hswq_lab.formats.rotation import rotate, rotate_fp32
-from hswq_lab.formats.rounding import round_once
+from hswq_lab.formats.rounding import least_exponent, round_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,9 +182,9 @@ def fp8_weight(w_codes: Tensor, w_scales: Tensor, shape: tuple[int, int]) -> tup
     row_scale = torch.empty((shape[0], 1), dtype=torch.float32, device=w_codes.device)
     for rows, values, c in decode_blocks(w_codes, w_scales, shape):
         weight = (values * c).flatten(1)[:, : shape[1]]
-        mantissa, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True) / E4M3_MAX)
-        # mantissa * 2^exponent, 0.5 <= mantissa < 1: only 0.5 is a power of two. Zero has exponent 0.
-        row_scale[rows] = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        amax = weight.abs().amax(dim=1, keepdim=True)
+        exponent = torch.where(amax == 0, 0, least_exponent(amax, E4M3_MAX))
+        row_scale[rows] = torch.ldexp(torch.ones_like(amax), exponent)
         w8[rows] = encode_e4m3(weight / row_scale[rows])
     return w8, row_scale
 

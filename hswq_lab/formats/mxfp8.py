@@ -20,6 +20,7 @@ from hswq_lab.formats._rows import ceil_to, row_chunks
 from hswq_lab.formats.e4m3 import E4M3_MAX
 from hswq_lab.formats.fp8 import encode_fp8
 from hswq_lab.formats.philox import uniform
+from hswq_lab.formats.rounding import least_exponent
 from hswq_lab.formats.swizzle import swizzle, unswizzle
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ def _quantize(
 def _exponents(blocks: Tensor) -> Tensor:
     """Biased exponents, uint8 [r, n], of fp32 blocks [r, n, 32]."""
     amax = blocks.abs().amax(dim=2)
-    # amax / 448 = m * 2^x with 0.5 <= m < 1; only m = 0.5 is itself a power of two.
-    mantissa, exponent = torch.frexp(amax / E4M3_MAX)
-    exponent = (exponent - (mantissa == 0.5).int() + _BIAS).clamp(0, 2 * _BIAS)
+    exponent = (least_exponent(amax, E4M3_MAX) + _BIAS).clamp(0, 2 * _BIAS)
     exponent = torch.where(amax == 0, 0, exponent)
     return torch.where(torch.isfinite(amax), exponent, NAN_EXPONENT).to(torch.uint8)
 
