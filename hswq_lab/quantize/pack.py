@@ -133,7 +133,7 @@ def pack_items(
                 fix="pack the 16-bit source, or leave this layer out of the plan",
             )
         importance = _importance(activations, layer_name(name), wanted) if wanted.format == "nvfp4" else None
-        yield name, packing.pack_weight(value, wanted.format, wanted.group, scales, importance)
+        yield name, packing.pack_weight(value, wanted.format, wanted.group, scales, importance, name=name)
     tell(len(checkpoint), len(checkpoint), "packed")
 
 

@@ -79,14 +79,7 @@ def sensitivity(
             to another model or other settings.
     """
     started = time.monotonic()
-    settings = TrialSettings(
-        pairs=tuple(choose_pairs(model, prompts, seeds, DEFAULT_PROMPTS)),
-        steps=steps,
-        cfg=cfg,
-        shift=model.default_shift,
-        size=model.default_size,
-        scales=scales,
-    )
+    settings = _settings(model, prompts, seeds, steps, cfg, scales)
     empty = _empty_report(model, settings)
     units = _units(model, layers, formats)
     store = _Store(empty, units, None if resume is None else Path(resume), started)
@@ -103,16 +96,59 @@ def sensitivity(
     return store.report()
 
 
+def impact_of_pack(
+    model: Model,
+    pack: Model,
+    prompts: Prompt | Sequence[Prompt] | None = None,
+    seeds: Sequence[int] | None = None,
+    *,
+    steps: int = 4,
+    cfg: float = 2.5,
+    progress: Progress | None = None,
+) -> ImpactReport:
+    """What each layer of a pack, with its own codes and scales, does alone to the 16-bit model.
+
+    It names the layer that spoils a pack. NVFP4 layers run with their own input_scale, else with that of the
+    reference run.
+
+    Args:
+        model: the 16-bit model that the pack was made from; neither is changed.
+        pack: the pack, in any mode.
+        prompts: as for `sensitivity`.
+        seeds: as for `sensitivity`.
+        steps: Euler steps.
+        cfg: guidance scale.
+        progress: told after every layer.
+
+    Raises:
+        HswqError: the pack has no packed layer, or is of another architecture.
+    """
+    started = time.monotonic()
+    if pack.layers() != model.layers():
+        raise HswqError(
+            "the pack and the model are not of one architecture", tensor=pack.name, expected=model.name
+        )
+    packed = {
+        layer: value
+        for layer in pack.layers()
+        if isinstance(value := pack.checkpoint[f"{layer}.weight"], PackedWeight)
+    }
+    if not packed:
+        raise HswqError("no layer of this model is packed", tensor=pack.name)
+    settings = _settings(model, prompts, seeds, steps, cfg, "sweep")
+    trial, rows = Trial(model, settings), []
+    for done, (layer, weight) in enumerate(packed.items()):
+        (progress or silent)(done, len(packed), layer)
+        ready = weight if "input_scale" in weight.disk_tensors() else trial.calibrated(layer, weight)
+        rows.append(_measured(trial, layer, weight.format, ready))
+    (progress or silent)(len(packed), len(packed), "done")
+    seconds = time.monotonic() - started
+    return replace(_empty_report(model, settings), scales=f"as in {pack.name}", rows=rows, seconds=seconds)
+
+
 def measure_layers(trial: Trial, units: Sequence[Unit]) -> Iterator[LayerImpact]:
     """The rows of a report for some layers and formats, in this order."""
-    for layer, form in units:
-        candidate = trial.packed(layer, form)
-        shape = trial.model.layers()[layer]
-        if candidate is None:  # never reached: whatever its format, no output depends on it
-            yield LayerImpact(layer, form, *shape, samples=[0.0] * len(trial.settings.pairs))
-            continue
-        samples = trial.errors(trial.run({layer: form}))
-        yield replace(_proxies(trial, layer, form), samples=samples)
+    return (_measured(trial, layer, form, trial.packed(layer, form)) for layer, form in units)
 
 
 def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[Unit]) -> list[LayerImpact]:
@@ -150,28 +186,26 @@ def _measure_there(
     )
 
 
-def _proxies(trial: Trial, layer: str, form: str) -> LayerImpact:
-    """The row of a layer with its proxies, and no samples yet."""
-    candidate = trial.packed(layer, form)
-    if candidate is None or not isinstance(candidate.weight, PackedWeight):
-        raise HswqError("there is nothing to measure on this layer", tensor=layer, found=form)
+def _measured(trial: Trial, layer: str, form: str, weight: PackedWeight | None) -> LayerImpact:
+    """The row of a layer; None stands for a layer that is never reached, on which no output depends."""
     n, k = trial.model.layers()[layer]
-    weight, inputs = trial.weight(layer).float(), trial.inputs(layer)
-    difference = packing.dequantize(candidate.weight) - weight
-    exact = linear(inputs.float(), weight)
-    bias = 0.0 if candidate.bias is None else candidate.bias.float()
-    wrong = candidate(inputs).float() - bias - exact
-    squared = float(difference.square().sum())
+    if weight is None:
+        return LayerImpact(layer, form, n, k, samples=[0.0] * len(trial.settings.pairs))
+    module, inputs, dense = trial.module(layer, weight), trial.inputs(layer), trial.weight(layer).float()
+    squared = float((packing.dequantize(weight) - dense).square().sum())
+    exact = linear(inputs.float(), dense)
+    bias = 0.0 if module.bias is None else module.bias.float()
+    wrong = float((module(inputs).float() - bias - exact).square().sum())
     return LayerImpact(
         layer=layer,
         format=form,
         n=n,
         k=k,
-        samples=[],
-        weight_error=squared / float(weight.square().sum()),
+        samples=trial.errors(trial.run({layer: weight})),
+        weight_error=squared / float(dense.square().sum()),
         weight_power=squared * float(inputs.float().square().mean()),
-        output_error=float(wrong.square().sum()) / float(exact.square().sum()),
-        output_variance=float(wrong.square().sum()) / len(inputs),
+        output_error=wrong / float(exact.square().sum()),
+        output_variance=wrong / len(inputs),
     )
 
 
@@ -182,6 +216,24 @@ def _units(model: Model, layers: Sequence[str] | None, formats: Sequence[str]) -
     plan = Plan(dict.fromkeys(["*"] if layers is None else layers, wanted[0]))
     chosen = plan.for_layers(model.layers())
     return [(layer, form) for layer, what in chosen.items() if what.format != KEPT for form in wanted]
+
+
+def _settings(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt] | None,
+    seeds: Sequence[int] | None,
+    steps: int,
+    cfg: float,
+    scales: Scales,
+) -> TrialSettings:
+    return TrialSettings(
+        pairs=tuple(choose_pairs(model, prompts, seeds, DEFAULT_PROMPTS)),
+        steps=steps,
+        cfg=cfg,
+        shift=model.default_shift,
+        size=model.default_size,
+        scales=scales,
+    )
 
 
 def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:

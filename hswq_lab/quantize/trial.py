@@ -22,7 +22,7 @@ from hswq_lab.models.zimage import padded_length
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.quantize.activations import Activations, observing
 from hswq_lab.quantize.pairs import label_of
-from hswq_lab.quantize.plan import KEPT, layer_format
+from hswq_lab.quantize.plan import layer_format
 from hswq_lab.quantize.replay import Replay
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Trial:
         self._batches = self._split()
         self._owners = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._linears}
         self._replay = Replay(self._network)
-        self._weights: dict[tuple[str, str], PackedWeight] = {}
+        self._weights: dict[tuple[str, str], PackedWeight | None] = {}
         self._inputs: dict[str, list[Tensor]] = {}
         self._observed: dict[bool, dict[str, Activations]] = {}
 
@@ -126,32 +126,39 @@ class Trial:
             raise HswqError("this layer is packed", tensor=layer, found=value.format)
         return value.to(self.model.device)
 
-    def packed(self, layer: str, form: str) -> LabLinear | None:
-        """The layer in a plan's format, as a calibrated pack runs it in mode tc; None if never reached.
+    def packed(self, layer: str, form: str) -> PackedWeight | None:
+        """The layer in a plan's format, as `pack` and `calibrate` make it; None if it is never reached.
 
         Raises:
             HswqError: the format is "16-bit" or unknown.
         """
-        original = self._linears[layer]
-        stored, group = layer_format(form, original.in_features)
+        stored, group = layer_format(form, self._linears[layer].in_features)
         if (layer, form) not in self._weights:
-            weight = packing.pack_weight(self.weight(layer), stored, group, self.settings.scales)
-            if isinstance(weight, Nvfp4Weight):
-                scale = self.activations(layer, rotated=group is not None).needed_scale
-                if scale is None:
-                    return None
-                weight = weight.with_input_scale(torch.tensor(scale, device=self.model.device))
-            self._weights[layer, form] = weight
-        native = ops.fp4_is_native(self.model.device)
-        resolved = resolve(layer, stored, calibrated=True, request=ModeRequest("tc"), fp4_is_native=native)
-        return make_linear(layer, self._weights[layer, form], original.bias, resolved)
+            name = f"{layer}.weight"
+            weight = packing.pack_weight(self.weight(layer), stored, group, self.settings.scales, name=name)
+            self._weights[layer, form] = self.calibrated(layer, weight)
+        return self._weights[layer, form]
 
-    def run(self, formats: Mapping[str, str]) -> Tensor:
-        """Final latents [pairs, C, h, w] with these layers packed: layer → format as in a plan."""
+    def calibrated(self, layer: str, weight: PackedWeight) -> PackedWeight | None:
+        """An NVFP4 weight with the input_scale of the reference run; None if the layer is never reached."""
+        if not isinstance(weight, Nvfp4Weight):
+            return weight
+        scale = self.activations(layer, rotated=weight.group is not None).needed_scale
+        return None if scale is None else weight.with_input_scale(torch.tensor(scale, device=weight.device))
+
+    def module(self, layer: str, weight: PackedWeight) -> LabLinear:
+        """The layer with a packed weight, as it runs in mode tc."""
+        native = ops.fp4_is_native(self.model.device)
+        resolved = resolve(
+            layer, weight.format, calibrated=True, request=ModeRequest("tc"), fp4_is_native=native
+        )
+        return make_linear(layer, weight, self._linears[layer].bias, resolved)
+
+    def run(self, weights: Mapping[str, PackedWeight]) -> Tensor:
+        """Final latents [pairs, C, h, w] with these weights packed; NVFP4 ones need their input_scale."""
         _ = self.reference
-        changed = {layer: form for layer, form in formats.items() if form != KEPT}
-        with self._exchanged(changed):
-            self._replay.begin(changed)
+        with self._exchanged(weights):
+            self._replay.begin(weights)
             return self._sample()
 
     def errors(self, latents: Tensor) -> list[float]:
@@ -174,15 +181,13 @@ class Trial:
         }
 
     @contextmanager
-    def _exchanged(self, formats: Mapping[str, str]) -> Iterator[None]:
+    def _exchanged(self, weights: Mapping[str, PackedWeight]) -> Iterator[None]:
         before = []
         try:
-            for layer, form in formats.items():
-                candidate = self.packed(layer, form)
-                if candidate is not None:
-                    owner, attribute = self._owners[layer], layer.rpartition(".")[2]
-                    before.append((owner, attribute, getattr(owner, attribute)))
-                    setattr(owner, attribute, candidate)
+            for layer, weight in weights.items():
+                owner, attribute = self._owners[layer], layer.rpartition(".")[2]
+                before.append((owner, attribute, getattr(owner, attribute)))
+                setattr(owner, attribute, self.module(layer, weight.to(self.model.device)))
             yield
         finally:
             for owner, attribute, module in before:

@@ -1,0 +1,197 @@
+"""Plans: which layer gets which format, by hand and by impact; budgets hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hswq_lab import packing
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import Nvfp4Weight
+from hswq_lab.quantize import ImpactReport, LayerImpact, Plan
+from hswq_lab.quantize.plan import layer_format, packed_nbytes
+
+LAYERS = {
+    "x_embedder": (64, 16),
+    "layers.0.attention.qkv": (192, 64),
+    "layers.0.feed_forward.w1": (256, 64),
+    "layers.1.attention.qkv": (192, 64),
+    "layers.1.feed_forward.w1": (256, 64),
+}
+
+
+def report(impacts: dict[str, float], shapes=None, int8: float | None = None) -> ImpactReport:
+    shapes = shapes or dict.fromkeys(impacts, (64, 64))
+    rows = []
+    for layer, impact in impacts.items():
+        rows.append(LayerImpact(layer, "nvfp4", *shapes[layer], samples=[impact * 0.5, impact * 1.5]))
+        if int8 is not None:
+            rows.append(LayerImpact(layer, "int8_tensorwise", *shapes[layer], samples=[impact * int8] * 2))
+    return ImpactReport("m", "sha", ["a", "b"], [1, 2], 4, 2.5, 1.5, (16, 16), "sweep", rows)
+
+
+def test_the_last_matching_entry_wins_and_an_unmatched_layer_stays():
+    plan = Plan({"layers.*": "int8", "*.qkv": "nvfp4", "layers.1.attention.qkv": "16-bit"})
+    formats = plan.for_layers(LAYERS)
+    assert formats["layers.0.feed_forward.w1"] == ("int8_tensorwise", 64)
+    assert formats["layers.0.attention.qkv"] == ("nvfp4", 64)
+    assert formats["layers.1.attention.qkv"] == ("16-bit", None)
+    assert formats["x_embedder"] == ("16-bit", None)
+
+
+def test_unrotated_formats_and_groups():
+    assert layer_format("nvfp4", 3840) == ("nvfp4", 256)
+    assert layer_format("nvfp4-unrotated", 3840) == ("nvfp4", None)
+    assert layer_format("int8_tensorwise", 40) == ("int8_tensorwise", 4)
+    assert layer_format("nvfp4", 63) == ("nvfp4", None)
+    assert layer_format("float8_e4m3fn", 256) == ("float8_e4m3fn", None)
+
+
+def test_names_that_end_in_weight_are_matched():
+    plan = Plan({"layers.0.attention.qkv.weight": "nvfp4", "*.w1.weight": "int8"})
+    assert plan["layers.0.attention.qkv"] == "nvfp4"
+    assert plan.count("int8", LAYERS) == 2
+
+
+def test_an_unmatched_entry_names_the_nearest_layer():
+    with pytest.raises(HswqError, match=r"layers\.0\.attention\.to_q.*0 of 5.*layers\.0\.attention\.qkv"):
+        Plan({"layers.0.attention.to_q": "nvfp4"}).for_layers(LAYERS)
+    with pytest.raises(HswqError, match="0 of 5 layers match"):
+        Plan({"blocks.*": "nvfp4"}).nbytes(LAYERS)
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(HswqError, match=r"unknown format.*layers.*nf4"):
+        Plan({"layers.*": "nf4"})
+
+
+def test_json_round_trip_is_readable(tmp_path):
+    plan = Plan({"*": "int8", "layers.*": "nvfp4"}, "by hand")
+    path = plan.save(tmp_path / "plan.json")
+    assert json.loads(path.read_text())["formats"] == {"*": "int8_tensorwise", "layers.*": "nvfp4"}
+    again = Plan.load(path)
+    assert again == plan
+    assert again.note == "by hand"
+    assert list(again) == list(plan)  # order decides which entry wins
+    assert Plan.from_dict({"*": "nvfp4"}) == Plan({"*": "nvfp4"})
+    assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 - our own bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", '{"formats": ["nvfp4"]}', '{"formats": {"*": 4}}', "{", '"nvfp4"']
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(HswqError, match=r"plan\.json"):
+        Plan.load(path)
+
+
+def test_order_is_part_of_a_plan():
+    assert Plan({"a": "nvfp4", "*": "int8"}) != Plan({"*": "int8", "a": "nvfp4"})
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 300), k=st.integers(1, 300), form=st.sampled_from(["nvfp4", "int8", "float8_e5m2"]))
+def test_planned_bytes_are_those_of_the_packed_weight(n, k, form):
+    plan = Plan({"*": form})
+    (stored, group) = plan.for_layers({"layer": (n, k)})["layer"]
+    weight = packing.pack_weight(torch.randn(n, k), stored, group)
+    if isinstance(weight, Nvfp4Weight):
+        weight = weight.with_input_scale(torch.tensor(1.0))
+    assert plan.nbytes({"layer": (n, k)}) == weight.nbytes
+    assert plan.bits({"layer": (n, k)}) == pytest.approx(weight.bits_per_weight)
+
+
+def test_nvk_takes_the_k_least_sensitive_and_int8_for_the_rest():
+    impact = report({"a": 3e-3, "b": 1e-3, "c": 2e-3, "d": 4e-3})
+    plan = impact.plan(nvfp4=2)
+    assert dict(plan) == {"a": "int8_tensorwise", "b": "nvfp4", "c": "nvfp4", "d": "int8_tensorwise"}
+    assert impact.ranking() == ["b", "c", "a", "d"]
+
+
+def test_pins_win_and_count():
+    impact = report({"a.x": 3e-3, "b.x": 1e-3, "c.x": 2e-3, "d.y": 4e-3})
+    plan = impact.plan(nvfp4=2, keep={"d.*": "nvfp4", "b.x.weight": "16-bit"})
+    assert dict(plan) == {"a.x": "int8_tensorwise", "b.x": "16-bit", "c.x": "nvfp4", "d.y": "nvfp4"}
+    with pytest.raises(HswqError, match=r"not possible.*4.*1 to 3.*1 are pinned"):
+        impact.plan(nvfp4=4, keep={"d.*": "nvfp4", "b.x": "16-bit"})
+    with pytest.raises(HswqError, match="nearest"):
+        impact.plan(nvfp4=1, keep={"e.*": "16-bit"})
+
+
+@pytest.mark.parametrize("goal", [{}, {"nvfp4": 1, "bits": 5.0}, {"bits": None}])
+def test_exactly_one_goal(goal):
+    with pytest.raises(HswqError, match="exactly one goal"):
+        report({"a": 1e-3}).plan(**goal)
+
+
+shapes_and_impacts = st.dictionaries(
+    st.sampled_from([f"layer{i}" for i in range(9)]),
+    st.tuples(st.integers(1, 400), st.integers(1, 400), st.floats(0, 1)),
+    min_size=1,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=shapes_and_impacts, share=st.floats(0, 1.2))
+def test_a_plan_never_exceeds_its_budget(rows, share):
+    impact = report(
+        {name: row[2] for name, row in rows.items()}, {name: row[:2] for name, row in rows.items()}, int8=0.01
+    )
+    layers = impact.layers
+    least = sum(min(packed_nbytes("nvfp4", s), packed_nbytes("int8_tensorwise", s)) for s in layers.values())
+    budget = math.floor(share * sum(packed_nbytes("int8_tensorwise", s) for s in layers.values()))
+    if budget < least:
+        with pytest.raises(HswqError, match=f"at least {least} bytes"):
+            impact.plan(budget_bytes=budget)
+        return
+    plan = impact.plan(budget_bytes=budget)
+    assert plan.nbytes(layers) <= budget
+    bits = 8 * budget / sum(n * k for n, k in layers.values())
+    # The number of bits came from whole bytes; a little more makes up for its own rounding.
+    assert impact.plan(bits=bits * (1 + 1e-12)).bits(layers) <= bits * (1 + 1e-12)
+
+
+def test_a_budget_is_spent_where_impact_per_byte_is_highest():
+    # "big" saves four times the bytes of "small" at twice its impact: it is the one to shrink.
+    impact = report({"big": 2e-3, "small": 1e-3}, {"big": (256, 256), "small": (128, 128)})
+    layers = impact.layers
+    budget = packed_nbytes("nvfp4", (256, 256)) + packed_nbytes("int8_tensorwise", (128, 128))
+    assert dict(impact.plan(budget_bytes=budget)) == {"big": "nvfp4", "small": "int8_tensorwise"}
+    # A single byte to save: "big" is taken first, and nothing fits back; never over budget.
+    tight = Plan({"*": "int8"}).nbytes(layers) - 1
+    assert impact.plan(budget_bytes=tight).nbytes(layers) <= tight
+
+
+def test_what_fits_back_is_given_back():
+    impact = report({"a": 1e-3, "b": 2e-3, "c": 8e-3}, {"a": (128, 128), "b": (128, 128), "c": (512, 128)})
+    # Prices per byte order a, b, c; the budget needs c shrunk, after which a and b fit back as INT8.
+    budget = packed_nbytes("nvfp4", (512, 128)) + 2 * packed_nbytes("int8_tensorwise", (128, 128))
+    assert dict(impact.plan(budget_bytes=budget)) == {
+        "a": "int8_tensorwise",
+        "b": "int8_tensorwise",
+        "c": "nvfp4",
+    }
+
+
+def test_final_cos_gives_the_smallest_plan_that_is_predicted_to_reach_it():
+    impact = report({"a": 1e-4, "b": 1e-2, "c": 1e-1}, int8=0.0)
+    plan = impact.plan(final_cos=0.99)
+    assert plan.count("nvfp4", impact.layers) == 2
+    assert impact.predicted_cos(plan) >= 0.99 > impact.predicted_cos(Plan({"*": "nvfp4"}))
+    with pytest.raises(HswqError, match="no plan reaches"):
+        report({"a": 1e-4}, int8=5.0).plan(final_cos=0.9999)
+
+
+def test_predicted_cos_adds_up_impacts_of_each_sample():
+    impact = report({"a": 0.1, "b": 0.2})
+    expected = (1 / math.sqrt(1 + 0.15) + 1 / math.sqrt(1 + 0.45)) / 2
+    assert impact.predicted_cos(Plan({"*": "nvfp4"})) == pytest.approx(expected)
+    assert impact.predicted_cos(Plan({"*": "int8"})) == 1.0
