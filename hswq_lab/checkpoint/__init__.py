@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from hswq_lab.checkpoint.checking import CheckReport, check
 from hswq_lab.checkpoint.checkpoint import Checkpoint
+from hswq_lab.checkpoint.comparison import DiffReport, diff
 from hswq_lab.checkpoint.findings import Finding
+from hswq_lab.checkpoint.inspection import InspectReport, inspect
 from hswq_lab.checkpoint.readings import PRODUCERS, Reading
 from hswq_lab.checkpoint.slots import Entry
 from hswq_lab.checkpoint.writer import write
 
-__all__ = ["PRODUCERS", "Checkpoint", "Entry", "Finding", "Reading", "write"]
+__all__ = [
+    "PRODUCERS",
+    "CheckReport",
+    "Checkpoint",
+    "DiffReport",
+    "Entry",
+    "Finding",
+    "InspectReport",
+    "Reading",
+    "check",
+    "diff",
+    "inspect",
+    "write",
+]

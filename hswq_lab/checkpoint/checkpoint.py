@@ -160,6 +160,10 @@ class Checkpoint(Mapping[str, Value]):
         """All entries in order; reads nothing."""
         return (slot.entry for slot in self._slots.values())
 
+    def slots(self) -> Iterator[Slot]:
+        """All slots in order: entries with access to single parts."""
+        return iter(self._slots.values())
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → logical shape."""
         return {name: slot.entry.shape for name, slot in self._slots.items()}

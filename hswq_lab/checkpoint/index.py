@@ -188,6 +188,7 @@ def _layer_slot(layer: Layer, from_header: Marker | None, index: Index) -> Slot 
         slot = packed_slot(layer)
     except HswqError as error:
         index.findings.append(from_error(error, "layer", layer.key))
+        layer.used.update(layer.parts)  # packed bytes never pass for a tensor
         return None
     index.findings += layer.findings
     extra = sorted(role for role in layer.parts if role not in ("weight", MARKER_SUFFIX))

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import swizzle
+from hswq_lab.formats._rows import ceil_to
 from hswq_lab.formats.e2m1 import swap_nibbles
 
 
@@ -44,11 +45,12 @@ class Reading:
         rows, columns = codes.shape
         return functional.pad(codes, (0, -columns % 8, 0, -rows % 16)).contiguous()
 
-    def block_scales(self, stored: Tensor, rows: int, blocks: int) -> Tensor:
-        """Stored E4M3 scales as our swizzled ones; `rows` and `blocks` are those of the padded codes."""
+    def block_scales(self, stored: Tensor, code_rows: int, code_bytes: int) -> Tensor:
+        """Stored E4M3 scales as our swizzled ones, for codes stored as [code_rows, code_bytes]."""
         if self.scales == "swizzled":
             return stored
-        linear = stored[:rows, :blocks].view(torch.uint8)
+        rows, blocks = ceil_to(code_rows, 16), ceil_to(code_bytes, 8) // 8
+        linear = stored[:rows, :blocks].contiguous().view(torch.uint8)
         padded = functional.pad(linear, (0, blocks - linear.shape[1], 0, rows - linear.shape[0]))
         return swizzle(padded).view(torch.float8_e4m3fn)
 

@@ -60,6 +60,13 @@ class Slot(ABC):
     def load(self) -> Value:
         """The value; raises HswqError where the stored bytes break a rule of their format."""
 
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of a packed value by role, as in `PackedWeight.disk_tensors`; nothing for a tensor."""
+        value = self.load()
+        if not isinstance(value, PackedWeight):
+            return {}
+        return {role: part for role, part in value.disk_tensors().items() if role != "weight"}
+
     def renamed(self, name: str) -> Slot:
         """The same value under another name."""
         return RenamedSlot(replace(self.entry, name=name), self)
@@ -75,6 +82,10 @@ class RenamedSlot(Slot):
     def load(self) -> Value:
         """See `Slot.load`."""
         return self.inner.load()
+
+    def scales(self) -> dict[str, Tensor]:
+        """See `Slot.scales`."""
+        return self.inner.scales()
 
 
 @dataclass(frozen=True)
@@ -147,33 +158,42 @@ class PackedSlot(Slot):
         weight.validate(tensor=self.entry.name.removesuffix(".weight"), file=self.path)
         return weight
 
+    def scales(self) -> dict[str, Tensor]:
+        """See `Slot.scales`; the weight itself is not read."""
+        n, parts = self.entry.shape[0], self.parts
+        scales: dict[str, Tensor] = {}
+        for role in ("weight_scale_2", "input_scale"):
+            if role in parts:
+                scales[role] = self.reading.tensor_scale(scalar(parts[role]))
+        stored = parts.get("weight_scale")
+        if stored is None:
+            scales["weight_scale"] = torch.ones(())
+        elif self.entry.format == "nvfp4":
+            scales["weight_scale"] = self.reading.block_scales(block_scales(stored), *parts["weight"].shape)
+        elif self.entry.format == "mxfp8":
+            scales["weight_scale"] = stored.read().view(torch.float8_e8m0fnu)
+        elif math.prod(stored.shape) == 1 and stored.shape != (n, 1):
+            scales["weight_scale"] = scalar(stored)
+        else:
+            scales["weight_scale"] = stored.read().float().reshape(n, 1)
+        return scales
+
     def _build(self) -> PackedWeight:
-        n, k = self.entry.shape
+        shape, group = (self.entry.shape[0], self.entry.shape[1]), self.entry.group
+        weight, scales = self.parts["weight"].read(), self.scales()
+        main, inputs = scales["weight_scale"], scales.get("input_scale")
         match self.entry.format:
             case "nvfp4":
-                codes = self.reading.codes(self.parts["weight"].read())
-                scales = block_scales(self.parts["weight_scale"])
-                scales = self.reading.block_scales(scales, codes.shape[0], codes.shape[1] // 8)
-                scale = self.reading.tensor_scale(scalar(self.parts["weight_scale_2"]))
-                return Nvfp4Weight(codes, scales, scale, (n, k), self.entry.group, self._input_scale())
+                codes = self.reading.codes(weight)
+                return Nvfp4Weight(codes, main, scales["weight_scale_2"], shape, group, inputs)
             case "int8_tensorwise":
-                stored = self.parts["weight_scale"]
-                one = math.prod(stored.shape) == 1 and stored.shape != (n, 1)
-                scale = scalar(stored) if one else stored.read().float().reshape(n, 1)
-                return Int8Weight(self.parts["weight"].read(), scale, (n, k), self.entry.group)
+                return Int8Weight(weight, main, shape, group)
             case "float8_e4m3fn" | "float8_e5m2":
-                found = self.parts.get("weight_scale")
-                scale = torch.ones(()) if found is None else scalar(found)
-                return Fp8Weight(self.parts["weight"].read(), scale, (n, k), self._input_scale())
+                return Fp8Weight(weight, main, shape, inputs)
             case "mxfp8":
-                stored_scales = self.parts["weight_scale"].read().view(torch.float8_e8m0fnu)
-                return Mxfp8Weight(self.parts["weight"].read(), stored_scales, (n, k))
+                return Mxfp8Weight(weight, main, shape)
             case other:
                 raise HswqError("no reader for this format", tensor=self.entry.name, found=other)
-
-    def _input_scale(self) -> Tensor | None:
-        stored = self.parts.get("input_scale")
-        return None if stored is None else self.reading.tensor_scale(scalar(stored))
 
 
 def located(error: HswqError, file: Path | None, tensor: str) -> HswqError:
@@ -193,13 +213,13 @@ def scalar(stored: Stored) -> Tensor:
     return stored.read().float().reshape(())
 
 
-def block_scales(stored: Stored) -> Tensor:
-    """Stored block scales as float8_e4m3fn: as they are, from their uint8 view, or back from a wider float.
+def block_scales(stored: Stored, rows: int | None = None) -> Tensor:
+    """Stored block scales (or their first rows) as float8_e4m3fn: from bytes or a wider float, too.
 
     Raises:
         HswqError: wider floats that are no E4M3 numbers, so that a cast would change them.
     """
-    scales = stored.read()
+    scales = stored.read() if rows is None else stored.read_rows(rows)
     if scales.dtype == torch.uint8:
         return scales.view(torch.float8_e4m3fn)
     if scales.dtype == torch.float8_e4m3fn:

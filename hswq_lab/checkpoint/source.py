@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,3 +134,9 @@ class Stored:
     def read(self) -> Tensor:
         """The tensor, fresh memory."""
         return self.source.read(self.info)
+
+    def read_rows(self, count: int) -> Tensor:
+        """The first `count` rows (all, if there are fewer); the others are not read."""
+        rows = min(count, self.shape[0])
+        end = self.info.begin + (self.nbytes // self.shape[0] * rows if self.shape[0] else 0)
+        return self.source.read(replace(self.info, shape=(rows, *self.shape[1:]), end=end))
