@@ -13,6 +13,7 @@ from torch.nn import functional
 from hswq_lab import ops
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import (
+    GROUPS,
     Fp8Weight,
     Int8Weight,
     Mxfp8Weight,
@@ -195,6 +196,11 @@ def _check_dense(w: Tensor | PackedWeight, group: int | None, name: str | None) 
     if w.dim() != 2 or min(w.shape) < 1 or w.dtype not in VALUE_DTYPES:
         expected = "bfloat16, float16 or float32 [N, K]; codes of one byte need their scales"
         raise HswqError("not a dense weight", tensor=name, found=describe(w), expected=expected)
+    if group is not None and (group not in GROUPS or w.shape[1] % group):
+        expected = f"4, 16, 64 or 256, a divisor of K = {w.shape[1]}, or None"
+        raise HswqError(
+            "the rotation group does not fit the weight", tensor=name, found=group, expected=expected
+        )
     amax = float(w.abs().amax()) if w.dtype == torch.float64 else float(ops.tensor_scale(w)) * 2688.0
     if not math.isfinite(amax):
         bad = int((~torch.isfinite(w)).sum())
