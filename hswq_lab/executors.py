@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from typing import Any, TypeVar
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from hswq_lab.errors import HswqError
 from hswq_lab.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
 
 T = TypeVar("T")
 
@@ -66,3 +73,47 @@ def gather(
     finally:
         for future in futures:
             future.cancel()
+
+
+def local_pool(workers: int | None = None, device: str | torch.device = "cpu") -> ProcessPoolExecutor:
+    """A pool of fresh processes on this machine, to be used as `executor=`; a context manager.
+
+    For models on a card each process sees one card alone, as its first; they must be on "cuda" or "cuda:0".
+
+    Args:
+        workers: processes; default: one a core that this process may use, or one a card.
+        device: of the models that are to run there.
+
+    Raises:
+        HswqError: no worker, or cards are asked for and there are none.
+    """
+    cards = _cards() if torch.device(device).type == "cuda" else []
+    if torch.device(device).type == "cuda" and not cards:
+        raise HswqError("there is no card for the processes of a pool", found="torch sees no CUDA device")
+    count = (len(cards) or _cores()) if workers is None else workers
+    if count < 1:
+        raise HswqError("a pool needs at least one process", found=count)
+    context = multiprocessing.get_context("spawn")
+    places: SimpleQueue[str] = context.SimpleQueue()
+    for number in range(count):
+        places.put(cards[number % len(cards)] if cards else "")
+    return ProcessPoolExecutor(count, context, _take_place, (places,))
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _cards() -> list[str]:
+    """How CUDA_VISIBLE_DEVICES names each card that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    return names[: torch.cuda.device_count()]
+
+
+def _take_place(places: SimpleQueue[str]) -> None:
+    """Runs first in a worker, before it touches CUDA: from here on it sees its own card alone."""
+    card = places.get()
+    if card:
+        os.environ["CUDA_VISIBLE_DEVICES"] = card

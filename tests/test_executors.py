@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import signal
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+from hswq_lab import executors
 from hswq_lab.errors import Cancelled, HswqError
-from hswq_lab.executors import gather
+from hswq_lab.executors import gather, local_pool
 from hswq_lab.trajectory import compare
 
 
@@ -74,11 +75,35 @@ def test_cancel_works_while_a_long_unit_runs():
 
 
 def test_a_pool_whose_worker_dies_says_so():
-    with (
-        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
-        pytest.raises(HswqError, match="worker process died"),
-    ):
+    with local_pool(1) as pool, pytest.raises(HswqError, match="worker process died"):
         gather(pool, die, [(1,)], ["x"])
+
+
+def visible_card(_):
+    time.sleep(0.2)  # so that no worker takes two
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()
+
+
+def test_a_pool_has_a_process_a_core_unless_told_otherwise():
+    with local_pool() as pool:
+        assert pool._max_workers == len(os.sched_getaffinity(0))
+    with local_pool(3) as pool:
+        assert pool._max_workers == 3
+    with pytest.raises(HswqError, match="at least one"):
+        local_pool(0)
+
+
+def test_each_process_of_a_pool_sees_one_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(HswqError, match="no card"):
+        local_pool(device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-abc")
+    with local_pool(device="cuda:0") as pool:
+        found = set(gather(pool, visible_card, [(n,) for n in range(4)], ["x"] * 4))
+    assert sorted(card for card, _ in found) == ["3", "GPU-abc"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert executors._cards() == ["0", "1"]
 
 
 @pytest.mark.slow

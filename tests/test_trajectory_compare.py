@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pandas as pd
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from hswq_lab.errors import Cancelled, HswqError
+from hswq_lab.executors import local_pool
 from hswq_lab.jobs import Job
 from hswq_lab.trajectory import compare
 from hswq_lab.trajectory.compare import compare_runs, pair
@@ -27,7 +27,7 @@ def variants(tiny_pack):
 
 @pytest.fixture(scope="module")
 def pool():
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as made:
+    with local_pool(2) as made:
         yield made
 
 
