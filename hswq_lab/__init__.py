@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from hswq_lab.loading import load, save
     from hswq_lab.lora import load_lora
     from hswq_lab.model import Model
-    from hswq_lab.quantize import Plan, calibrate, pack, sensitivity
-    from hswq_lab.trajectory import SEEDS_20, compare
+    from hswq_lab.quantize.calibrate import calibrate
+    from hswq_lab.quantize.pack import pack
+    from hswq_lab.quantize.plan import Plan
+    from hswq_lab.quantize.sensitivity import sensitivity
+    from hswq_lab.trajectory.compare import compare
+    from hswq_lab.trajectory.seeds import SEEDS_20
 
 _HOMES = {
     "Checkpoint": "checkpoint",

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hswq_lab.errors import HswqError
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import plotly.graph_objects as go
 
 _BROWSERS = (
@@ -21,6 +27,7 @@ _BROWSERS = (
     "chrome",
     "brave-browser",
 )
+_exports = threading.local()
 
 
 def find_browser() -> str | None:
@@ -33,13 +40,31 @@ def find_browser() -> str | None:
 
 def why_no_static_export() -> str | None:
     """None where PNG, SVG and PDF can be written, else one sentence that says what is missing."""
-    try:
-        import kaleido  # noqa: F401
-    except ImportError:
+    if find_spec("kaleido") is None:
         return "the package kaleido is not installed (pip install 'hswq-lab[export]')"
     if find_browser() is None:
         return "no Chromium or Chrome was found (install one, or set BROWSER_PATH)"
     return None
+
+
+@contextmanager
+def static_export() -> Iterator[None]:
+    """Keeps one browser for all static pictures made inside: a tenth of the time that one browser each takes.
+
+    Does nothing where no static picture can be made, and nothing when it is entered again.
+    """
+    if why_no_static_export() is not None or getattr(_exports, "open", False):
+        yield
+        return
+    kaleido = import_module("kaleido")
+    # Without mathjax, which kaleido would fetch from the net and no figure of ours uses.
+    kaleido.start_sync_server(mathjax=False, silence_warnings=True)
+    _exports.open = True
+    try:
+        yield
+    finally:
+        _exports.open = False
+        kaleido.stop_sync_server(silence_warnings=True)
 
 
 def save_figure(
@@ -54,7 +79,8 @@ def save_figure(
         height: height in CSS pixels of a static picture; a height set in the figure's layout wins.
 
     Raises:
-        HswqError: an unknown suffix, or a static form where no browser can be found (HTML still works).
+        HswqError: an unknown suffix, a static form where no browser can be found (HTML still works), or a
+            file that cannot be written.
     """
     target = Path(path)
     suffix = target.suffix.lower()
@@ -65,7 +91,7 @@ def save_figure(
         raise HswqError(
             "a figure cannot be saved in this form",
             file=target,
-            found=suffix,
+            found=suffix or "no suffix",
             expected=".html, .png, .svg or .pdf",
         )
     missing = why_no_static_export()
@@ -73,7 +99,30 @@ def save_figure(
         raise HswqError(
             "a static picture cannot be made here", file=target, found=missing, fix="save as .html instead"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scale = 2 if suffix == ".png" else 1
-    figure.write_image(target, width=width, height=figure.layout.height or height, scale=scale)
+    options = {
+        "format": suffix[1:],
+        "width": width,
+        "height": figure.layout.height or height,
+        "scale": 2 if suffix == ".png" else 1,
+    }
+    _write_bytes(target, _drawn(figure, options))
     return target
+
+
+def _drawn(figure: go.Figure, options: dict[str, Any]) -> bytes:
+    with static_export():
+        drawn: bytes = import_module("kaleido").calc_fig_sync(figure.to_dict(), opts=options)
+    return drawn
+
+
+def _write_bytes(target: Path, content: bytes) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HswqError(
+            "the file cannot be written", file=target, found=error, fix="choose another place"
+        ) from error

@@ -134,7 +134,9 @@ def legend_below(figure: go.Figure, offset: int = 64) -> None:
     )
 
 
-def rule(figure: go.Figure, y: float, label: str, *, row: int = 1, col: int = 1, log: bool = False) -> None:
+def rule(
+    figure: go.Figure, y: float, label: str = "", *, row: int = 1, col: int = 1, log: bool = False
+) -> None:
     """A dotted horizontal line across a panel, with its meaning written on it.
 
     Args:

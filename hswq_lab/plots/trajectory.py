@@ -80,7 +80,7 @@ def _every_seed(traces: Sequence[SeedTrace], measure: Measure, color: str) -> go
         x += [*range(len(getattr(trace, measure))), None]
         y += [*_divergence(trace, measure), None]
         notes += [*_notes(trace, measure), None]
-    line = {"color": style.translucent(color, 0.38), "width": 1.2}
+    line = {"color": style.translucent(color, 0.45), "width": 1.2}
     return go.Scatter(
         name="each seed",
         legendgroup="each",

@@ -1,0 +1,55 @@
+"""hswq-lab: the library's verbs from a shell. Exit code 0: done and good; 1: a gate failed; 2: not done."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hswq_lab.cli.parser import build_parser
+from hswq_lab.errors import Cancelled, HswqError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GOOD, GATE_FAILED, NOT_DONE = 0, 1, 2
+INTERRUPTED = 130  # what shells expect after Ctrl-C: 128 + SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code; wrong usage exits with 2 by argparse itself.
+
+    Args:
+        argv: the arguments, without the command's name; those of the process by default.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        # The verbs need torch, which takes seconds to import: --help and a typing error do not wait for it.
+        code: int = getattr(import_module(f"hswq_lab.cli.{args.module}"), args.function)(args)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, Cancelled):
+        sys.stderr.write("\nhswq-lab: stopped; nothing half-done is left behind\n")
+        return INTERRUPTED
+    except HswqError as error:
+        complain(error)
+        return NOT_DONE
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+    return code
+
+
+def complain(error: HswqError) -> None:
+    """One error as one message on stderr: the problem first, then what it is about, a line each."""
+    facts = {
+        "file": error.file,
+        "tensor": error.tensor,
+        "found": error.found,
+        "expected": error.expected,
+        "to do": error.fix,
+    }
+    lines = [f"hswq-lab: {error.problem}"]
+    lines += [f"  {label}: {value}" for label, value in facts.items() if value is not None]
+    sys.stderr.write("\n".join(lines) + "\n")
