@@ -151,7 +151,7 @@ def test_progress_can_stop_it(tiny_model):
 
 
 def test_fused_parts_of_different_amplitude_keep_their_accuracy(tiny_model):
-    # q, k, v with amplitudes 1 : .05 : .2 under one tensor scale: each as accurate as when it is packed alone.
+    # q, k, v with amplitudes 1 : .05 : .2 under one tensor scale: each as accurate as packed alone.
     torch.manual_seed(3)
     parts = [torch.randn(64, 64) * amplitude for amplitude in (1.0, 0.05, 0.2)]
     name = "layers.0.attention.qkv.weight"

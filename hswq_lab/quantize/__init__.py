@@ -8,7 +8,7 @@ from hswq_lab.quantize.observe import CalibrationReport, LayerActivations, obser
 from hswq_lab.quantize.pack import pack, pack_items, pack_to_file
 from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport, pareto
 from hswq_lab.quantize.plan import Plan
-from hswq_lab.quantize.sensitivity import sensitivity
+from hswq_lab.quantize.sensitivity import impact_of_pack, sensitivity
 
 __all__ = [
     "CalibrationReport",
@@ -19,6 +19,7 @@ __all__ = [
     "ParetoReport",
     "Plan",
     "calibrate",
+    "impact_of_pack",
     "observe",
     "observe_for",
     "pack",
