@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A million elements a piece: 4 MB of fp32, and about a dozen such temporaries in the worst place (the sweep).
-CHUNK_ELEMENTS = 1 << 20
+# A quarter of a million elements a piece: a megabyte of fp32, so that the temporaries of a piece stay in cache.
+CHUNK_ELEMENTS = 1 << 18
 
 
-def row_chunks(rows: int, cols: int) -> Iterator[slice]:
-    """Slices of whole rows that cover ``range(rows)`` in order, about `CHUNK_ELEMENTS` elements each.
+def row_chunks(rows: int, cols: int, factor: int = 1) -> Iterator[slice]:
+    """Slices of whole rows that cover ``range(rows)`` in order, about ``factor * CHUNK_ELEMENTS`` elements each.
 
     What is computed a chunk at a time is computed row by row, so results do not depend on the chunks.
     """
-    step = max(1, CHUNK_ELEMENTS // max(1, cols))
+    step = max(1, factor * CHUNK_ELEMENTS // max(1, cols))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

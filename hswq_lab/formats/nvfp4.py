@@ -142,9 +142,15 @@ def dequantize_nvfp4(
 
 
 def decode_blocks(
-    codes: Tensor, scales: Tensor, shape: tuple[int, int]
+    codes: Tensor, scales: Tensor, shape: tuple[int, int], factor: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Goes through packed codes in chunks of rows.
+
+    Args:
+        codes: uint8 [ceil16(M), ceil16(K)/2].
+        scales: float8_e4m3fn, swizzled.
+        shape: the logical (M, K).
+        factor: makes the chunks so much larger than usual.
 
     Yields:
         The rows; their E2M1 values, fp32 [r, K16/16, 16]; their block scales, fp32 [r, K16/16, 1]. Padding
@@ -161,7 +167,7 @@ def decode_blocks(
             expected=[rows16, 8 * blocks],
         )
     linear = unswizzle(scales, rows16, blocks)
-    for rows in row_chunks(shape[0], BLOCK * blocks):
+    for rows in row_chunks(shape[0], BLOCK * blocks, factor):
         values = _in_blocks(decode_e2m1(unpack_nibbles(codes[rows])))
         yield rows, values, decode_e4m3(linear[rows]).unsqueeze(2)
 
