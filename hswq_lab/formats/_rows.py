@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A quarter of a million elements a piece: a megabyte of fp32, so that the temporaries of a piece stay in cache.
+# A quarter of a million elements a piece: a megabyte of fp32, so that its temporaries stay in cache.
 CHUNK_ELEMENTS = 1 << 18
 
 
 def row_chunks(rows: int, cols: int, factor: int = 1) -> Iterator[slice]:
-    """Slices of whole rows that cover ``range(rows)`` in order, about ``factor * CHUNK_ELEMENTS`` elements each.
+    """Slices of whole rows that cover ``range(rows)`` in order, ``factor * CHUNK_ELEMENTS`` elements or less.
 
     What is computed a chunk at a time is computed row by row, so results do not depend on the chunks.
     """

@@ -22,7 +22,7 @@ from hswq_lab.formats.rounding import least_exponent, round_once
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Chunks of operands so much larger than usual: the loop over blocks of K costs little a step only for large tiles.
+# Chunks of operands so much larger than usual: a step of the loop over blocks pays for large tiles only.
 _FACTOR = 8
 
 
