@@ -68,7 +68,7 @@ def metadata(**layers):
 
 def save(path: Path, tensors, header=None) -> Path:
     """A file by the reference library."""
-    save_file(tensors, path, metadata=header)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata=header)
     return path
 
 

@@ -94,7 +94,7 @@ def check(
     path: str | os.PathLike[str],
     source: Anything | None = None,
     *,
-    reading: Reading = COMFY,
+    reading: Reading | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Apply every rule to a file; a broken one is a finding, never an exception.
@@ -102,7 +102,7 @@ def check(
     Args:
         path: the file, index or folder.
         source: the 16-bit weights it was made from, to compare each layer with.
-        reading: the NVFP4 layout that the file is supposed to have.
+        reading: the NVFP4 layout that the file is supposed to have; see `Checkpoint.open`.
         progress: called before each name.
 
     Raises:
@@ -115,7 +115,7 @@ def check(
     except HswqError as error:
         return CheckReport(str(path), told, [from_error(error, "file")], [], LayoutReport([]))
     checker.run(progress or silent)
-    findings = checker.findings + judge(LayoutReport(checker.layouts), reading)
+    findings = checker.findings + judge(LayoutReport(checker.layouts))
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda finding: order[finding.severity])
     return CheckReport(str(path), told, findings, checker.layers, LayoutReport(checker.layouts))
@@ -124,12 +124,13 @@ def check(
 class _Checker:
     """Goes through a file name by name; every value is read once."""
 
-    def __init__(self, path: Path, reading: Reading, origin: Checkpoint | None) -> None:
+    def __init__(self, path: Path, reading: Reading | None, origin: Checkpoint | None) -> None:
         index = open_files(path, reading).index
         # The doctor only looks at raw parts: it takes them from the reading that accepts the most shapes.
         raw = open_files(path, MODELOPT).index.slots
         self._slots = index.slots
         self._raw = {name: slot for name, slot in raw.items() if isinstance(slot, PackedSlot)}
+        self._reading = reading or COMFY
         self._origin = origin
         self.findings = list(index.findings)
         self.layers: list[LayerCheck] = []
@@ -168,7 +169,9 @@ class _Checker:
             raw = self._raw.get(name)
             if raw is not None and raw.entry.format == "nvfp4":
                 fits = wanted is not None and wanted.shape[1:] == raw.entry.shape[1:]
-                self.layouts.append(examine(name, raw, wanted if fits else None))
+                opened = self._slots.get(name)
+                read = opened.reading if isinstance(opened, PackedSlot) else self._reading
+                self.layouts.append(examine(name, raw, read, wanted if fits else None))
         except Cancelled:
             raise
         except HswqError as error:

@@ -15,7 +15,7 @@ from hswq_lab.checkpoint.markers import canonical
 from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.checkpoint.prefixes import DEFAULT_PREFIX, Naming
 from hswq_lab.checkpoint.raw import raw_bytes
-from hswq_lab.checkpoint.readings import COMFY, Reading
+from hswq_lab.checkpoint.readings import Reading
 from hswq_lab.checkpoint.slots import Entry, Slot, Value, memory_slot
 from hswq_lab.checkpoint.writer import write
 from hswq_lab.errors import HswqError
@@ -56,7 +56,7 @@ class Checkpoint(Mapping[str, Value]):
         sources: tuple[FileSource, ...] = (),
         index: Index | None = None,
         warnings: list[str] | None = None,
-        reading: Reading = COMFY,
+        reading: Reading | None = None,
         stated_shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self._slots = dict(slots)
@@ -74,14 +74,15 @@ class Checkpoint(Mapping[str, Value]):
         cls,
         path: str | os.PathLike[str],
         *,
-        reading: Reading = COMFY,
+        reading: Reading | None = None,
         shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> Checkpoint:
         """Open a .safetensors file, a `*.index.json` with its parts, or a (diffusers) folder; headers only.
 
         Args:
             path: what to open.
-            reading: how NVFP4 tensors are laid out, where the file does not tell.
+            reading: how NVFP4 tensors are laid out, where their names do not tell; None believes markers,
+                then the producer that the file names, else takes ComfyUI's layout.
             shapes: logical (N, K) by layer name where they are known from the model; markers say it too.
 
         Raises:

@@ -68,22 +68,30 @@ class Index:
 def build_index(
     stored: Mapping[str, Stored],
     metadata: Mapping[str, str],
-    reading: Reading = COMFY,
+    reading: Reading | None = None,
     shapes: Mapping[str, tuple[int, int]] | None = None,
+    producer: Reading = COMFY,
 ) -> Index:
     """Sort stored tensors into layers and the rest, and make a slot for each.
 
     Args:
         stored: tensors by name without prefix, in the order of the data.
         metadata: the header's.
-        reading: how NVFP4 is laid out where the names do not tell.
+        reading: how NVFP4 is laid out where names do not tell; None: as ComfyUI does where a marker stands,
+            else as the producer does.
         shapes: logical (N, K) by layer, where the caller knows them from the model.
+        producer: the layout of whoever wrote the file.
 
     Returns:
         The index; it holds an error finding for every layer that could not be read.
     """
     index = Index()
-    layers = _layers(stored, reading, shapes or {}, index)
+    layers = _layers(stored, shapes or {}, index)
+    for layer in layers.values():
+        if layer.stored_names["weight"].endswith(".weight_packed"):
+            layer.reading = COMPRESSED_TENSORS
+        else:
+            layer.reading = reading or (COMFY if MARKER_SUFFIX in layer.parts else producer)
     header_markers = _header_markers(metadata, layers, index)
     packed: dict[str, Slot] = {}  # by the stored name of the weight
     consumed: set[str] = set()
@@ -107,7 +115,7 @@ def build_index(
 
 
 def _layers(
-    stored: Mapping[str, Stored], reading: Reading, shapes: Mapping[str, tuple[int, int]], index: Index
+    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, int]], index: Index
 ) -> dict[str, Layer]:
     """Group tensors around their weights; parts without a weight stay by themselves and are reported."""
     layers: dict[str, Layer] = {}
@@ -116,7 +124,7 @@ def _layers(
         role = ROLES.get(leaf)
         if role is None or not layer_name:
             continue
-        layer = layers.setdefault(layer_name, Layer(layer_name, reading, shape=shapes.get(layer_name)))
+        layer = layers.setdefault(layer_name, Layer(layer_name, shape=shapes.get(layer_name)))
         if role in layer.parts:
             names = f"{layer.stored_names[role]} and {name}"
             index.findings.append(
@@ -125,8 +133,6 @@ def _layers(
             continue
         layer.parts[role] = tensor
         layer.stored_names[role] = name
-        if leaf == "weight_packed":
-            layer.reading = COMPRESSED_TENSORS
     for layer in layers.values():
         bias = stored.get(f"{layer.name}.bias")
         if bias is not None and len(bias.shape) == 1:

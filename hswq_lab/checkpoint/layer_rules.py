@@ -12,6 +12,7 @@ from hswq_lab.checkpoint.findings import Finding
 from hswq_lab.checkpoint.folding import folded
 from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS, KINDS, SCALE_PARTS, Kind, implied_format
 from hswq_lab.checkpoint.markers import MARKER_SUFFIX
+from hswq_lab.checkpoint.readings import COMFY
 from hswq_lab.checkpoint.slots import Entry, PackedSlot, scalar
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
@@ -40,7 +41,7 @@ class Layer:
     """
 
     name: str
-    reading: Reading
+    reading: Reading = COMFY
     parts: dict[str, Stored] = field(default_factory=dict)
     stored_names: dict[str, str] = field(default_factory=dict)
     marker: Marker | None = None

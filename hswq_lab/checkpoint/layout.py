@@ -48,6 +48,7 @@ class LayerLayout:
         scales: order of the block scales: "swizzled", "linear" or "undetermined".
         factor: sense of the global scale: "multiplier", "divisor" or "undetermined".
         group: rotation of the stored values, "undetermined" without a source.
+        read: how the file is read, without the doctor.
         marked: rotation that the marker gives.
         how: what it rests on: "source", "shape", "statistics" or "nothing".
         cosine: of the best reading and the source, over the layer's first rows; None without a source.
@@ -59,6 +60,7 @@ class LayerLayout:
     scales: str
     factor: str
     group: int | str | None
+    read: Reading
     marked: int | None
     how: str
     cosine: float | None = None
@@ -73,7 +75,7 @@ class LayoutReport(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row a layer."""
-        return pd.DataFrame([vars(layer) for layer in self.layers])
+        return pd.DataFrame([vars(layer) | {"read": str(layer.read)} for layer in self.layers])
 
     def believed(self, what: Literal["even", "scales", "factor"]) -> tuple[str, float]:
         """The answer of most layers that have one, and the share of them that agree (0 if none has one)."""
@@ -109,15 +111,16 @@ class LayoutReport(Result):
         return "\n".join(lines + ([f"the layout of {producer}"] if producer else []))
 
 
-def examine(layer: str, slot: PackedSlot, source: Tensor | None = None) -> LayerLayout:
+def examine(layer: str, slot: PackedSlot, read: Reading, source: Tensor | None = None) -> LayerLayout:
     """Find the layout of one NVFP4 layer; `TILE` rows of codes and `STATISTICS_ROWS` of scales are read.
 
     Args:
         layer: its name, for the result.
         slot: its stored parts.
+        read: how the file is read, to compare with.
         source: its 16-bit weight [N, K] (or the first rows of it), unrotated.
     """
-    statistics = _by_statistics(layer, slot)
+    statistics = _by_statistics(layer, slot, read)
     return statistics if source is None else _by_source(statistics, slot, source)
 
 
@@ -152,6 +155,7 @@ def _by_source(known: LayerLayout, slot: PackedSlot, source: Tensor) -> LayerLay
         best[1] if told(1) else UNDETERMINED,
         fitting[0] if len(fitting) == 1 else UNDETERMINED,
         best[2] if told(2) else UNDETERMINED,
+        known.read,
         slot.entry.group,
         "source",
         cosine,
@@ -186,7 +190,7 @@ def _possible_orders(slot: PackedSlot) -> list[str]:
     return [*(["swizzled"] if tiles else []), *(["linear"] if exact or not tiles else [])]
 
 
-def _by_statistics(layer: str, slot: PackedSlot) -> LayerLayout:
+def _by_statistics(layer: str, slot: PackedSlot, read: Reading) -> LayerLayout:
     orders = _possible_orders(slot)
     order, how = (orders[0], "shape") if len(orders) == 1 else (_order_by_structure(slot), "statistics")
     factor = _factor_by_size(float(scalar(slot.parts["weight_scale_2"])))
@@ -194,7 +198,7 @@ def _by_statistics(layer: str, slot: PackedSlot) -> LayerLayout:
         how = "nothing"
     elif order == UNDETERMINED:
         how = "statistics"
-    return LayerLayout(layer, UNDETERMINED, order, factor, UNDETERMINED, slot.entry.group, how)
+    return LayerLayout(layer, UNDETERMINED, order, factor, UNDETERMINED, read, slot.entry.group, how)
 
 
 def _factor_by_size(stored: float) -> str:
@@ -229,27 +233,29 @@ def _explained(scales: Tensor) -> float:
     return (by_rows + by_columns) / total - (rows + columns - 2) / (rows * columns - 1)
 
 
-def judge(report: LayoutReport, reading: Reading) -> list[Finding]:
+def judge(report: LayoutReport) -> list[Finding]:
     """Findings where what is believed differs from how the file is read, or cannot be known."""
-    findings = []
+    findings: list[Finding] = []
     labels = {
         "even": "nibble that holds the even column",
         "scales": "order of the block scales",
         "factor": "sense of the global scale",
     }
     for what, label in labels.items() if report.layers else ():
-        answer, share = report.believed(what)  # type: ignore[arg-type]
-        read = getattr(reading, what)
-        if answer == UNDETERMINED:
+        telling = [layer for layer in report.layers if getattr(layer, what) != UNDETERMINED]
+        wrong = [layer for layer in telling if getattr(layer, what) != getattr(layer.read, what)]
+        sure = [layer for layer in wrong if layer.how in ("source", "shape")]
+        if not telling:
+            read = getattr(report.layers[0].read, what)
             problem = f"the {label} cannot be told from this file; taken to be {read}"
             findings.append(Finding("info", "layout", problem, fix="compare with the 16-bit file: --source"))
-        elif answer != read:
-            telling = [layer for layer in report.layers if getattr(layer, what) == answer]
-            sure = any(layer.how in ("source", "shape") for layer in telling)
-            problem = f"the {label} is {answer} by {share:.0%} of the layers that tell, but read as {read}"
+        elif sure or 2 * len(wrong) > len(telling):
+            first = (sure or wrong)[0]
+            problem = f"the {label} is read wrongly in {len(wrong)} of the {len(telling)} layers that tell"
+            found, expected = getattr(first, what), getattr(first.read, what)
             fix = "hswq-lab convert, with the producer that wrote the file"
             severity: Severity = "error" if sure else "warning"
-            findings.append(Finding(severity, "layout", problem, telling[0].layer, answer, read, fix))
+            findings.append(Finding(severity, "layout", problem, first.layer, found, expected, fix))
     for layer in report.layers:
         if layer.how == "source" and layer.group not in (layer.marked, UNDETERMINED):
             problem = "the stored values are in another basis than the marker says"

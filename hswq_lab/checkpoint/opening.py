@@ -9,15 +9,16 @@ from hswq_lab.checkpoint.files import FileSet, locate
 from hswq_lab.checkpoint.findings import warning_texts
 from hswq_lab.checkpoint.index import Index, build_index
 from hswq_lab.checkpoint.markers import METADATA_KEY, merge_metadata
-from hswq_lab.checkpoint.prefixes import Naming, find_prefix
+from hswq_lab.checkpoint.native import make_native
+from hswq_lab.checkpoint.prefixes import DEFAULT_PREFIX, Naming, find_prefix
+from hswq_lab.checkpoint.producer import find_producer
+from hswq_lab.checkpoint.readings import PRODUCERS, Reading
 from hswq_lab.checkpoint.source import FileSource, Stored
 from hswq_lab.errors import HswqError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from hswq_lab.checkpoint.readings import Reading
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Opened:
     warnings: list[str]
 
 
-def open_files(path: Path, reading: Reading, shapes: Mapping[str, tuple[int, int]] | None = None) -> Opened:
+def open_files(
+    path: Path, reading: Reading | None = None, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> Opened:
     """Open whatever `path` stands for; broken layers become findings of the index.
 
     Raises:
@@ -52,7 +55,10 @@ def open_files(path: Path, reading: Reading, shapes: Mapping[str, tuple[int, int
             tensor=twice,
             found=f"{twice} and {prefix}{twice}",
         )
-    index = build_index(stored, metadata, reading, shapes)
+    producer = find_producer(files.files, metadata)
+    index = build_index(stored, metadata, reading, shapes, PRODUCERS[producer or "comfy"])
+    if make_native(index, foreign) and not prefix:
+        prefix = DEFAULT_PREFIX  # a diffusers layout has none; what is saved is a native one
     warnings = files.warnings + warning_texts(index.findings)
     return Opened(sources, index, metadata, Naming(prefix, foreign), warnings)
 
