@@ -43,15 +43,9 @@ ISA_FLAGS = {
     "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split(),
 }
 MATH_FLAGS = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-COMMON_FLAGS = [
-    "-std=c++17",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-g0",
-    "-Wall",
-    "-Wextra",
-    "-Wno-maybe-uninitialized",
-]
+# GCC 12 takes the undefined vectors inside its own intrinsics for mistakes of ours.
+WARNINGS = ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0", *WARNINGS]
 # PTX for every card from Ampere on, wgmma on Hopper, FP4 on Blackwell.
 CUDA_TARGETS = {
     "80": "arch=compute_80,code=[sm_80,compute_80]",
@@ -125,6 +119,7 @@ class BuildKernels(build_ext):
             if wanted("HSWQ_LAB_REQUIRE_CPU") or wanted("HSWQ_LAB_REQUIRE_CUDA"):
                 raise
             reason = f"{type(error).__name__}: {error}"
+            ext.optional = True  # only now: it would hide an error that has to be seen
             loud(f"hswq_lab._C was NOT built; the slow pure-torch reference will serve. {reason}")
             target = ROOT / "hswq_lab" / "_C_missing.txt" if self.editable_mode else missing
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -242,6 +237,6 @@ def loud(message: str) -> None:
 
 
 setup(
-    ext_modules=[Extension("hswq_lab._C", sources=[], optional=True)],
+    ext_modules=[Extension("hswq_lab._C", sources=[])],
     cmdclass={"build_ext": BuildKernels},
 )

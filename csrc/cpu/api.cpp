@@ -1,5 +1,6 @@
 #include "cpu/api.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -62,6 +63,18 @@ Status guarded(F&& body) {
         return Status::no_memory;
     }
 }
+
+// The numbers a row of w, with zeros up to a whole panel, so that kernels read them in vectors; null stays null.
+struct Padded {
+    Padded(const float* values, int64_t count) {
+        if (values == nullptr) return;
+        storage.assign(std::size_t(ceil_to(count, 16)), 0.0f);
+        std::copy(values, values + count, storage.begin());
+        data = storage.data();
+    }
+    std::vector<float> storage;
+    const float* data = nullptr;
+};
 
 // Rows of x a thread takes at a time where rows are worked on in panels of 16.
 constexpr int64_t kPanelRows = 16;
@@ -182,11 +195,14 @@ Status fp4_gemm(int threads, const Nvfp4& x, const Nvfp4& w, const Epilogue& e) 
     if (ceil_to(x.cols, 16) != ceil_to(w.cols, 16)) return Status::bad_shape;
     return guarded([&] {
         const Fp4Gemm& gemm = kernels().fp4;
+        const Padded bias(e.bias, w.rows);
+        Epilogue padded = e;
+        padded.bias = bias.data;
         Buffer packed(gemm.packed_bytes(x.rows, x.cols));
         parallel_for(threads, x.rows, kPanelRows, x.rows * x.cols,
                      [&](int64_t begin, int64_t end) { gemm.pack(x, packed.data, begin, end); });
         parallel_for(threads, w.rows, kPanelRows, x.rows * w.rows * w.cols / 16,
-                     [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, e, begin, end); });
+                     [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, padded, begin, end); });
     });
 }
 
@@ -210,14 +226,17 @@ Status linear_int8(int threads, const Matrix& x, int group, const int8_t* w, int
         float* const x_scale = reinterpret_cast<float*>(scales.data);
         int8_t* const xq = reinterpret_cast<int8_t*>(q.data);
         const Int8Job job{x, group, false, 0, false, false, x_scale, xq};
-        Epilogue scaled = e;
-        scaled.x_scale = x_scale;
+        const Padded bias(e.bias, n), w_scale(e.w_scale, e.scalar_w_scale ? 1 : n);
+        Epilogue padded = e;
+        padded.bias = bias.data;
+        padded.w_scale = w_scale.data;
+        padded.x_scale = x_scale;
         parallel_for(threads, x.rows, kPanelRows, x.rows * x.cols * 4, [&](int64_t begin, int64_t end) {
             k.quantize_int8(job, begin, end);
             k.int8.pack(xq, x.rows, x.cols, packed.data, begin, end);
         });
         parallel_for(threads, n, kPanelRows, x.rows * n * x.cols / 16, [&](int64_t begin, int64_t end) {
-            k.int8.multiply(packed.data, w, n, x.cols, scaled, begin, end);
+            k.int8.multiply(packed.data, w, n, x.cols, padded, begin, end);
         });
     });
 }
@@ -227,11 +246,14 @@ Status linear_w4(int threads, const Matrix& x, int group, bool fp8, float input_
     if (gemm.multiply == nullptr) return Status::not_here;
     if (!group_fits(group, x.cols)) return Status::bad_group;
     return guarded([&] {
+        const Padded bias(e.bias, w.rows);
+        Epilogue padded = e;
+        padded.bias = bias.data;
         Buffer packed(gemm.packed_bytes(x.rows, x.cols));
         parallel_for(threads, x.rows, kPanelRows, x.rows * x.cols * 4,
                      [&](int64_t begin, int64_t end) { gemm.pack(x, group, fp8, 6.0f * input_scale, packed.data, begin, end); });
         parallel_for(threads, w.rows, kPanelRows, x.rows * w.rows * w.cols / 16,
-                     [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, fp8, e, begin, end); });
+                     [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, fp8, padded, begin, end); });
     });
 }
 

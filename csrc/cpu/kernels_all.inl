@@ -18,13 +18,19 @@ namespace {
 #include "cpu/nvfp4.inl"
 #include "cpu/int8.inl"
 #include "cpu/epilogue.inl"
+#if defined(__AMX_TILE__)
+#include "cpu/gemm_amx.inl"
+constexpr W4Gemm kW4 = {w4_packed_bytes, w4_pack, w4_multiply};
+#else
 #include "cpu/gemm_plain.inl"
+constexpr W4Gemm kW4 = {nullptr, nullptr, nullptr};
+#endif
 
 }  // namespace
 
 extern const Kernels HSWQ_KERNELS = {
     amax_rows, rotate, quantize, dequantize, quantize_int8, dequantize_int8, {fp4_packed_bytes, fp4_pack, fp4_multiply},
-    {int8_packed_bytes, int8_pack, int8_multiply}, {nullptr, nullptr, nullptr},
+    {int8_packed_bytes, int8_pack, int8_multiply}, kW4,
 };
 
 }  // namespace hswq
