@@ -1,4 +1,4 @@
-"""What mini-zimage needs beside its weights: latent codec, text encoder, prompts, and pictures to compare with."""
+"""What mini-zimage needs beside its weights: codec, text encoder, prompts, pictures to compare with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from hswq_lab.errors import HswqError
 from hswq_lab.models.companion import Companion
@@ -49,8 +49,8 @@ class LinearCodec:
     """Pictures to latents by principal components of 4×4 cells, and back by the transpose.
 
     A cell of 4×4 RGB pixels (48 values in −1 … 1, channel-major as `pixel_unshuffle` makes them) becomes
-    (values − mu) · v / s. The scales s are half-whitening: the fourth root of each component's variance, times a
-    common factor that makes the mean latent variance 1.
+    (values − mu) · v / s. The scales s are half-whitening: the fourth root of each component's variance,
+    times a common factor that makes the mean latent variance 1.
 
     Attributes:
         mu: [48] fp32, the mean cell.
@@ -102,7 +102,7 @@ class LinearCodec:
                 found=list(images.shape),
                 expected="[3, H, W] or [B, 3, H, W] with sides divisible by 4",
             )
-        cells = F.pixel_unshuffle(images.float() * 2 - 1, CELL).movedim(-3, -1)
+        cells = functional.pixel_unshuffle(images.float() * 2 - 1, CELL).movedim(-3, -1)
         return (((cells - self.mu) @ self.v) / self.s).movedim(-1, -3)
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class LinearCodec:
                 expected=f"[{len(self.s)}, h, w] or [B, {len(self.s)}, h, w]",
             )
         cells = (latents.float().movedim(-3, -1) * self.s) @ self.v.T + self.mu
-        return (F.pixel_shuffle(cells.movedim(-1, -3), CELL) / 2 + 0.5).clamp(0, 1)
+        return (functional.pixel_shuffle(cells.movedim(-1, -3), CELL) / 2 + 0.5).clamp(0, 1)
 
 
 def words_of(prompt: str) -> list[str]:
@@ -130,9 +130,9 @@ def word_vector(word: str) -> Tensor:
 
 
 def encode_text(prompt: str) -> Tensor:
-    """A prompt -> features [words, 512] fp32; any word is allowed, an unknown one is just an unknown direction.
+    """A prompt -> features [words, 512] fp32; any word is allowed, an unknown one is an unknown direction.
 
-    More than 32 words are cut with a warning: a longer caption would move the image to positions never trained.
+    More than 32 words are cut with a warning: a longer caption would move the image to untrained positions.
     """
     words = words_of(prompt)
     if len(words) > MAX_WORDS:
@@ -159,7 +159,7 @@ class ContactSheet:
     captions: list[str]
 
     def target(self, prompt: str) -> Tensor | None:
-        """The training picture [3, 64, 64] that a prompt such as "red heart on blue" describes, if it is here."""
+        """The training picture [3, 64, 64] that a prompt such as "red heart on blue" names, if it is here."""
         caption, _, colour = prompt.rpartition(" on ")
         if colour not in COLOURS:
             caption, colour = prompt, ""
@@ -191,11 +191,14 @@ def retrieval(images: Tensor, prompts: Sequence[str]) -> float:
     sheet = contact_sheet()
     if images.shape != (len(prompts), 3, PICTURE, PICTURE) or not prompts:
         raise HswqError(
-            "retrieval needs one picture of 64×64 for each prompt", found=f"{list(images.shape)}, {len(prompts)} prompts"
+            "retrieval needs one picture of 64×64 for each prompt",
+            found=f"{list(images.shape)}, {len(prompts)} prompts",
         )
     unknown = [prompt for prompt in prompts if sheet.target(prompt) is None]
     if unknown:
-        raise HswqError("the contact sheet has no picture for a prompt", found=unknown[0], expected="one of its captions")
+        raise HswqError(
+            "the contact sheet has no picture for a prompt", found=unknown[0], expected="one of its captions"
+        )
     hits = [sheet.nearest(image, p) == p for image, p in zip(images.float().cpu(), prompts, strict=True)]
     return sum(hits) / len(hits)
 

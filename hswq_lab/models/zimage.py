@@ -1,28 +1,29 @@
 """The Z-Image transformer in its native (ComfyUI) layout: fused qkv, any width, any kind of Linear.
 
-Architecture: Z-Image (Tongyi-MAI, 2025), a single-stream diffusion transformer. Image and caption tokens are refined
-apart, then joined (image first) and run through one stack of blocks; every block that sees the image is modulated by
-the time. Both token kinds are filled up to a multiple of 32 with a learned pad token, which attends like any other.
+Architecture: Z-Image (Tongyi-MAI, 2025), a single-stream diffusion transformer. Image and caption tokens
+are refined apart, then joined (image first) and run through one stack of blocks; every block that sees the
+image is modulated by the time. Both kinds are filled up to a multiple of 32 tokens with a learned pad token,
+which attends like any other.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hswq_lab.errors import HswqError
+from hswq_lab.models.zimage_config import FULL, MINI, PATCH, ZImageConfig
+
+__all__ = ["FULL", "MINI", "PATCH", "ZImage", "ZImageConfig", "linear_layers", "padded_length", "rope_table"]
 
 LinearFactory = Callable[[str, int, int, bool], nn.Module]
 """(layer name, in_features, out_features, bias) -> the module that stands for this Linear."""
 
-PATCH = 2
 TOKEN_MULTIPLE = 32
 TIME_FREQUENCIES = 256
 TIME_SCALE = 1000.0
@@ -30,105 +31,22 @@ ROPE_THETA = 256.0
 NORM_EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class ZImageConfig:
-    """The sizes of one Z-Image network; everything else about the architecture is fixed."""
-
-    dim: int
-    n_layers: int
-    n_refiners: int
-    head_dim: int
-    ffn_dim: int
-    cap_dim: int
-    in_channels: int = 16
-    time_dim: int = 256
-    time_hidden: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.head_dim % 16 or self.dim % self.head_dim:
-            raise HswqError(
-                "these sizes make no Z-Image network",
-                found=f"dim {self.dim}, head dimension {self.head_dim}",
-                expected="a head dimension that is a multiple of 16 and divides dim",
-            )
-
-    @property
-    def n_heads(self) -> int:
-        return self.dim // self.head_dim
-
-    @property
-    def axes_dims(self) -> tuple[int, int, int]:
-        """Rotary dimensions of (caption position, row, column): a quarter and twice three eighths of a head."""
-        return self.head_dim // 4, self.head_dim * 3 // 8, self.head_dim * 3 // 8
-
-    @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> ZImageConfig:
-        """Read the sizes off the (logical, unpacked) shapes of a checkpoint's native parameters.
-
-        Args:
-            shapes: parameter name without prefix -> shape; names that say nothing about a size are ignored.
-
-        Raises:
-            HswqError: a parameter is missing that a size is read from, or the sizes contradict each other.
-        """
-        dim, patch_values = _matrix(shapes, "x_embedder.weight")
-        time_dim, time_hidden = _matrix(shapes, "t_embedder.mlp.2.weight")
-        return cls(
-            dim=dim,
-            n_layers=_count_blocks(shapes, "layers"),
-            n_refiners=_count_blocks(shapes, "noise_refiner"),
-            head_dim=_shape(shapes, "layers.0.attention.q_norm.weight")[0],
-            ffn_dim=_matrix(shapes, "layers.0.feed_forward.w1.weight")[0],
-            cap_dim=_matrix(shapes, "cap_embedder.1.weight")[1],
-            in_channels=patch_values // PATCH**2,
-            time_dim=time_dim,
-            time_hidden=time_hidden,
-        )
-
-
-FULL = ZImageConfig(dim=3840, n_layers=30, n_refiners=2, head_dim=128, ffn_dim=10240, cap_dim=2560)
-MINI = ZImageConfig(dim=256, n_layers=8, n_refiners=1, head_dim=64, ffn_dim=768, cap_dim=512)
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
-    if name not in shapes:
-        raise HswqError(
-            "this is no Z-Image checkpoint: a parameter is missing",
-            tensor=name,
-            expected="native names without prefix, such as layers.0.attention.qkv.weight",
-        )
-    return tuple(shapes[name])
-
-
-def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
-    shape = _shape(shapes, name)
-    if len(shape) != 2:
-        raise HswqError("a Linear's weight is no matrix", tensor=name, found=list(shape), expected="[N, K]")
-    return shape[0], shape[1]
-
-
-def _count_blocks(shapes: Iterable[str], stack: str) -> int:
-    pattern = re.compile(rf"{stack}\.(\d+)\.")
-    numbers = {int(match[1]) for match in map(pattern.match, shapes) if match}
-    if numbers != set(range(len(numbers))) or not numbers:
-        raise HswqError(f"the blocks of {stack} are not numbered 0, 1, 2, …", tensor=stack, found=sorted(numbers))
-    return len(numbers)
-
-
 def padded_length(tokens: int) -> int:
     """The number of tokens after filling up to a multiple of 32."""
     return -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
 
-def rope_table(config: ZImageConfig, cap_tokens: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Rotary angles as fp32 [2, tokens, 1, head_dim / 2] (cosines, sines): image tokens, their pads, caption tokens.
+def rope_table(
+    config: ZImageConfig, cap_tokens: int, rows: int, columns: int, device: torch.device
+) -> Tensor:
+    """Cosines and sines of the rotary angles, fp32 [2, tokens, 1, head_dim / 2]: image, image pads, caption.
 
-    Caption tokens stand at (1 … L, 0, 0), image tokens at (L + 1, row, column), image pads at the origin; angles are
-    computed in fp64 and rounded to fp32 before the cosine, as the published model does.
+    Caption tokens stand at (1 … L, 0, 0), image tokens at (L + 1, row, column), image pads at the origin;
+    angles are computed in fp64 and rounded to fp32 before the cosine, as the published model does.
     """
     image = torch.cartesian_prod(torch.tensor([cap_tokens + 1]), torch.arange(rows), torch.arange(columns))
     pads = torch.zeros(padded_length(len(image)) - len(image), 3, dtype=torch.long)
-    caption = F.pad(torch.arange(1, cap_tokens + 1)[:, None], (0, 2))
+    caption = functional.pad(torch.arange(1, cap_tokens + 1)[:, None], (0, 2))
     positions = torch.cat([image, pads, caption]).double()
     angles = []
     for axis, size in enumerate(config.axes_dims):
@@ -139,7 +57,7 @@ def rope_table(config: ZImageConfig, cap_tokens: int, rows: int, columns: int, d
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn neighbouring pairs of x [B, tokens, heads, head_dim] by the angles of table; fp32 inside, x's dtype out."""
+    """Turn neighbouring pairs of x [B, tokens, heads, head_dim] by table's angles, in fp32; x's dtype out."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = table[0], table[1]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -157,10 +75,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x [B, tokens, dim]; table as of `rope_table`."""
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
         q = apply_rope(self.q_norm(q), table).to(v.dtype)
         k = apply_rope(self.k_norm(k), table).to(v.dtype)
-        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        mixed = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        )
         return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -174,13 +95,14 @@ class FeedForward(nn.Module):
         self.w3 = linear(f"{name}.w3", config.dim, config.ffn_dim, False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.w2(F.silu(self.w1(x)) * self.w3(x)))
+        """x [..., dim] -> [..., dim]."""
+        return cast(Tensor, self.w2(functional.silu(self.w1(x)) * self.w3(x)))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and after; scaled and gated by the time if modulated."""
+    """Attention and feed-forward, each normalised before and after; scaled and gated by time if modulated."""
 
-    def __init__(self, name: str, config: ZImageConfig, linear: LinearFactory, modulated: bool) -> None:
+    def __init__(self, name: str, config: ZImageConfig, linear: LinearFactory, *, modulated: bool) -> None:
         super().__init__()
         self.attention = Attention(f"{name}.attention", config, linear)
         self.feed_forward = FeedForward(f"{name}.feed_forward", config, linear)
@@ -197,12 +119,12 @@ class Block(nn.Module):
         """x [B, tokens, dim]; table as of `rope_table`; time [B, time_dim] for a modulated block."""
         if self.adaLN_modulation is None:
             x = x + self.attention_norm2(self.attention(self.attention_norm1(x), table))
-            return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
+            return cast(Tensor, x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x))))
         scale_a, gate_a, scale_f, gate_f = self.adaLN_modulation(time).unsqueeze(1).chunk(4, dim=-1)
         attended = self.attention(self.attention_norm1(x) * (1 + scale_a), table)
         x = x + gate_a.tanh() * self.attention_norm2(attended)
         fed = self.feed_forward(self.ffn_norm1(x) * (1 + scale_f))
-        return x + gate_f.tanh() * self.ffn_norm2(fed)
+        return cast(Tensor, x + gate_f.tanh() * self.ffn_norm2(fed))
 
 
 class TimeEmbedder(nn.Module):
@@ -217,6 +139,7 @@ class TimeEmbedder(nn.Module):
         )
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """t [B] in 0 … 1 -> [B, time_dim]; dtype is that of the first Linear's input."""
         half = TIME_FREQUENCIES // 2
         steps = torch.arange(half, dtype=torch.float32, device=t.device)
         frequencies = torch.exp(steps * (-math.log(10000.0) / half))
@@ -235,13 +158,23 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), modulation)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """x [B, tokens, dim], time [B, time_dim] -> patches [B, tokens, 4 · in_channels]."""
         scale = 1 + self.adaLN_modulation(time).unsqueeze(1)
         return cast(Tensor, self.linear(self.norm_final(x) * scale))
 
 
-def dense_linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+def dense_linear(_name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:  # noqa: FBT001
     """The default factory: an ordinary torch Linear."""
     return nn.Linear(in_features, out_features, bias)
+
+
+def _pad_tokens_as_rows(
+    _module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_rest: object
+) -> None:
+    """Pad tokens are [1, dim] in diffusers files and [dim] in some native ones; both load."""
+    for name in (f"{prefix}x_pad_token", f"{prefix}cap_pad_token"):
+        if name in state_dict and state_dict[name].ndim == 1:
+            state_dict[name] = state_dict[name].unsqueeze(0)
 
 
 class ZImage(nn.Module):
@@ -259,31 +192,26 @@ class ZImage(nn.Module):
         self.x_embedder = linear("x_embedder", PATCH**2 * config.in_channels, config.dim, True)
         self.noise_refiner = self._stack("noise_refiner", config.n_refiners, linear, modulated=True)
         self.cap_embedder = nn.Sequential(
-            nn.RMSNorm(config.cap_dim, eps=NORM_EPS), linear("cap_embedder.1", config.cap_dim, config.dim, True)
+            nn.RMSNorm(config.cap_dim, eps=NORM_EPS),
+            linear("cap_embedder.1", config.cap_dim, config.dim, True),
         )
         self.context_refiner = self._stack("context_refiner", config.n_refiners, linear, modulated=False)
         self.layers = self._stack("layers", config.n_layers, linear, modulated=True)
         self.final_layer = FinalLayer("final_layer", config, linear)
         self.x_pad_token = nn.Parameter(torch.zeros(1, config.dim))
         self.cap_pad_token = nn.Parameter(torch.zeros(1, config.dim))
+        self.register_load_state_dict_pre_hook(_pad_tokens_as_rows)  # type: ignore[no-untyped-call]
         self._tables: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
-    def _stack(self, name: str, count: int, linear: LinearFactory, modulated: bool) -> nn.ModuleList:
-        return nn.ModuleList(Block(f"{name}.{i}", self.config, linear, modulated) for i in range(count))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # Pad tokens are [1, dim] in diffusers files and [dim] in some native ones.
-        for name in ("x_pad_token", "cap_pad_token"):
-            token = state_dict.get(prefix + name)
-            if token is not None and token.ndim == 1:
-                state_dict[prefix + name] = token.unsqueeze(0)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _stack(self, name: str, count: int, linear: LinearFactory, *, modulated: bool) -> nn.ModuleList:
+        blocks = (Block(f"{name}.{i}", self.config, linear, modulated=modulated) for i in range(count))
+        return nn.ModuleList(blocks)
 
     def forward(self, latents: Tensor, t: Tensor, captions: Sequence[Tensor]) -> Tensor:
         """Predict x0 − ε, the velocity from noise to picture.
 
         Args:
-            latents: [B, in_channels, H, W], H and W even; bf16 or fp32, the dtype that the network computes in.
+            latents: [B, in_channels, H, W], H and W even; bf16 or fp32, which the network computes in.
             t: [B], 1 − sigma: 0 for pure noise, 1 for a clean picture.
             captions: B text feature matrices [L_i, cap_dim]; lengths may differ.
 
@@ -294,13 +222,15 @@ class ZImage(nn.Module):
         lengths = [padded_length(len(caption)) for caption in captions]
         if len(set(lengths)) == 1:
             return self.denoise(latents, t, self.embed_captions(captions, latents.dtype))
-        # Attention sees every token of its row, so captions of different padded lengths run apart: no mask, and the
-        # same numbers as alone.
+        # Attention sees every token of its row, so captions of different padded lengths run apart: no mask,
+        # and the same numbers as alone.
         results: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
             rows = [i for i, other in enumerate(lengths) if other == length]
             tokens = self.embed_captions([captions[i] for i in rows], latents.dtype)
-            part = self.denoise(torch.stack([latents[i] for i in rows]), torch.stack([t[i] for i in rows]), tokens)
+            part = self.denoise(
+                torch.stack([latents[i] for i in rows]), torch.stack([t[i] for i in rows]), tokens
+            )
             results.update(zip(rows, part.unbind(0), strict=True))
         return torch.stack([results[i] for i in range(len(lengths))])
 
@@ -332,11 +262,13 @@ class ZImage(nn.Module):
                 )
 
     def embed_captions(self, captions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """[L_i, cap_dim] each, all of one padded length L -> tokens [B, L, dim], filled up with the pad token."""
+        """[L_i, cap_dim] each, all of one padded length L -> [B, L, dim], filled up with the pad token."""
         sizes = [len(caption) for caption in captions]
         embedded = self.cap_embedder(torch.cat([caption.to(dtype) for caption in captions])).split(sizes)
         pad = self.cap_pad_token.to(embedded[0].dtype)
-        rows = [torch.cat([e, pad.expand(padded_length(n) - n, -1)]) for e, n in zip(embedded, sizes, strict=True)]
+        rows = [
+            torch.cat([e, pad.expand(padded_length(n) - n, -1)]) for e, n in zip(embedded, sizes, strict=True)
+        ]
         return torch.stack(rows)
 
     def denoise(self, latents: Tensor, t: Tensor, caption_tokens: Tensor) -> Tensor:
@@ -375,7 +307,7 @@ def linear_layers(config: ZImageConfig) -> dict[str, tuple[int, int]]:
     """Every Linear of the network, in network order: layer name -> (out_features N, in_features K)."""
     found: dict[str, tuple[int, int]] = {}
 
-    def record(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    def record(name: str, in_features: int, out_features: int, _bias: bool) -> nn.Module:  # noqa: FBT001
         found[name] = (out_features, in_features)
         return nn.Identity()
 
