@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from concurrent.futures import Executor, ProcessPoolExecutor
+import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from multiprocessing import get_context
+from functools import cache
 from typing import TYPE_CHECKING, Never
 
 import torch
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.errors import HswqError
+from hswq_lab.executors import local_pool
 from hswq_lab.loading import load as load_model
 from hswq_lab.modes import request_from_environment
 from hswq_lab.results import write_text
@@ -22,6 +23,7 @@ from hswq_lab.results import write_text
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+    from concurrent.futures import Executor
     from pathlib import Path
 
     import pandas as pd
@@ -43,6 +45,12 @@ def warn(text: object) -> None:
     sys.stderr.write(f"hswq-lab: warning: {text}\n")
 
 
+@cache
+def warn_once(text: str) -> None:
+    """A warning that one process gives once, however many models it concerns."""
+    warn(text)
+
+
 def table(frame: pd.DataFrame, digits: int = 5) -> str:
     """A frame as aligned text."""
     return frame.to_string(index=False, float_format=lambda value: f"{value:.{digits}g}", na_rep="–")
@@ -59,13 +67,12 @@ def finish(args: argparse.Namespace, result: Result, *, passed: bool = True) -> 
 
 @contextmanager
 def bar(title: str) -> Iterator[Progress]:
-    """A progress bar with time left on stderr, as the `progress` of a library call."""
-    interval = 0.1 if sys.stderr.isatty() else _LOG_INTERVAL
+    """A progress bar with time left on stderr, as the `progress` of a library call; lines in a log."""
+    if not sys.stderr.isatty():
+        yield from _lines(title)
+        return
     drawn: tqdm[Never] = tqdm(
-        desc=f"{title:<12}",
-        mininterval=interval,
-        dynamic_ncols=True,
-        bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}",
+        desc=f"{title:<12}", dynamic_ncols=True, bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}"
     )
 
     def progress(done: int, total: int, label: str) -> None:
@@ -75,12 +82,26 @@ def bar(title: str) -> Iterator[Progress]:
 
     with drawn:
         yield progress
+        progress(int(drawn.total or 0), int(drawn.total or 0), "done")
 
 
-def workers(count: int) -> AbstractContextManager[Executor | None]:
+def _lines(title: str) -> Iterator[Progress]:
+    """What a bar is where it cannot be repainted: a line now and then."""
+    start = last = time.monotonic()
+
+    def progress(done: int, total: int, label: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LOG_INTERVAL:
+            last = time.monotonic()
+            sys.stderr.write(f"{title}: {100 * done // max(total, 1)} % ({label})\n")
+
+    yield progress
+    sys.stderr.write(f"{title}: done in {time.monotonic() - start:.1f} s\n")
+
+
+def workers(count: int, device: str = "cpu") -> AbstractContextManager[Executor | None]:
     """A pool of worker processes; None, meaning this process, for 0."""
-    # Spawned, not forked: torch's threads do not survive a fork.
-    return nullcontext() if count == 0 else ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    return nullcontext() if count == 0 else local_pool(count, device)
 
 
 def load(path: str, args: argparse.Namespace) -> Model:
@@ -88,7 +109,7 @@ def load(path: str, args: argparse.Namespace) -> Model:
     torch.set_num_threads(args.threads)
     request, warning = request_from_environment(os.environ)
     if warning is not None:
-        warn(warning)
+        warn_once(warning)
     model = load_model(
         path,
         device=args.device,

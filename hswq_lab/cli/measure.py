@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def compare(args: argparse.Namespace) -> int:
     """Runs the seeds through the reference and every variant; fails if a variant fails the gate."""
     model = load(args.model, args)
-    with bar("comparing") as progress, workers(args.workers) as executor:
+    with bar("comparing") as progress, workers(args.workers, str(model.device)) as executor:
         report = hl.compare(
             model,
             _variants(args),

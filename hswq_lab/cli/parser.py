@@ -77,8 +77,9 @@ def _files(verbs: _Verbs) -> None:
     )
     inspect.add_argument("file", help="a checkpoint, or a LoRA file")
     inspect.add_argument(
-        "--model", help=f"for a LoRA: where each of its modules goes in this model ({_MODEL})"
+        "--model", help=f"for a LoRA: where each of its modules goes in this model: {_MODEL}"
     )
+    _computing(inspect)
     check = verbs.add(
         "check",
         "files",
@@ -91,11 +92,17 @@ def _files(verbs: _Verbs) -> None:
         "convert",
         "files",
         "write a file in another layout",
-        "Converts a checkpoint's layout, or a LoRA's dialect.",
+        "Any producer's checkpoint in our layout, ours in a stock ComfyUI's, a LoRA in another dialect.",
     )
     convert.add_argument("file", help="a checkpoint, or a LoRA file")
     _output(convert)
-    convert.add_argument("--to", help="the layout or dialect to write")
+    convert.add_argument("--to", help="hswq (default) or comfy; for a LoRA: peft, kohya or native")
+    convert.add_argument(
+        "--producer", help="comfy, modelopt or compressed-tensors, where the file does not tell"
+    )
+    convert.add_argument("--source", help="the 16-bit source, which tells how to read the file")
+    convert.add_argument("--model", default="mini-zimage", help="for a LoRA: the model that it is made for")
+    _computing(convert)
     diff = verbs.add(
         "diff", "files", "compare two packs", "Per layer: format, bytes, SQNR, cosine, changed codes."
     )

@@ -21,7 +21,7 @@ SHOWN = 12  # rows in a console table; the files have them all
 def sensitivity(args: argparse.Namespace) -> int:
     """Measures the layers' impact and shows the most sensitive ones."""
     model = load(args.model, args)
-    with bar("sensitivity") as progress, workers(args.workers) as executor:
+    with bar("sensitivity") as progress, workers(args.workers, str(model.device)) as executor:
         report = hl.sensitivity(
             model,
             prompts=model.prompts[: args.seeds],

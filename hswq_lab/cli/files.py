@@ -1,0 +1,107 @@
+"""hswq-lab inspect, check, convert, diff: what is in files, whether it is right, and in other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hswq_lab as hl
+from hswq_lab.checkpoint import convert as convert_checkpoint
+from hswq_lab.checkpoint.header import read_header
+from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table
+from hswq_lab.errors import HswqError
+from hswq_lab.lora.convert import convert_lora, save_lora
+from hswq_lab.lora.dialects import parse_key
+
+if TYPE_CHECKING:
+    import argparse
+
+SHOWN = 20  # rows of a difference in a console table; the files have them all
+
+
+def is_lora(path: str) -> bool:
+    """Whether a file's keys are a LoRA's; a folder is one if it is in PEFT's layout.
+
+    Raises:
+        HswqError: the file is missing or is no safetensors file.
+    """
+    where = Path(path)
+    if where.is_dir():
+        return (where / "adapter_config.json").is_file()
+    return where.name.endswith(".safetensors") and any(map(parse_key, read_header(where).tensors))
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Says what is in a checkpoint or a LoRA."""
+    if is_lora(args.file):
+        lora = hl.load_lora(args.file).report({} if args.model is None else load(args.model, args))
+        columns = ["module", "kind", "rank", "scale", "norm"]
+        say(table(lora.to_frame()[[*columns, "layer", "rows", "status"] if args.model else columns]))
+        if args.model:
+            say(lora)
+        else:
+            say("where these modules go is not known without a model: add --model")
+        return finish(args, lora)
+    report = hl.inspect(args.file)
+    say(table(report.to_frame()[["name", "format", "dtype", "shape", "group", "calibrated", "nbytes"]]))
+    say(report)
+    return finish(args, report)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Applies every rule to a file; fails if one is broken."""
+    with bar("checking") as progress:
+        report = hl.check(args.file, args.source, progress=progress)
+    say(report)
+    return finish(args, report, passed=report.ok)
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Writes a checkpoint in another layout, or a LoRA in another dialect."""
+    refuse_to_overwrite(args.out, force=args.force)
+    if is_lora(args.file):
+        return _convert_lora(args)
+    with bar("converting") as progress:
+        report = convert_checkpoint(
+            args.file,
+            args.out,
+            to=args.to or "hswq",
+            producer=args.producer,
+            source=args.source,
+            progress=progress,
+        )
+    say(report)
+    return finish(args, report)
+
+
+def _convert_lora(args: argparse.Namespace) -> int:
+    if args.to is None:
+        raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")
+    model = load(args.model, args)
+    save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
+    report = hl.load_lora(args.out).report(model)
+    say(report)
+    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    return finish(args, report)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Compares two checkpoints name by name."""
+    with bar("comparing") as progress:
+        report = hl.diff(args.a, args.b, progress=progress)
+    frame = report.to_frame()
+    different = frame[frame["status"] != "same"]
+    if len(different):
+        say(table(different.head(SHOWN)))
+        if len(different) > SHOWN:
+            say(f"the first {SHOWN} of {len(different)} differences; --json and --save keep them all")
+    for key, (a, b) in report.metadata.items():
+        say(f"metadata {key}: {_short(a)} | {_short(b)}")
+    say(report)
+    return finish(args, report)
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "–"
+    return value if len(value) <= 60 else value[:57] + "…"
