@@ -13,6 +13,7 @@ from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model
 from hswq_lab.models.companion import Companion
+from hswq_lab.models.mini import mini_companion, mini_weights
 from hswq_lab.models.zimage import MINI, ZImageConfig
 from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
 from hswq_lab.progress import Progress
@@ -48,8 +49,6 @@ def load(
     name = os.fspath(model)
     path = Path(name)
     if name == MINI_NAME and not path.exists():
-        from hswq_lab.models.mini import mini_weights
-
         path = mini_weights()
     if not path.exists():
         raise HswqError(
@@ -79,8 +78,6 @@ def companion_for(checkpoint: Checkpoint) -> Companion | None:
     is_mini = checkpoint.metadata.get(MODEL_KEY) == MINI_NAME
     if not is_mini and ZImageConfig.from_shapes(checkpoint.shapes()) != MINI:
         return None
-    from hswq_lab.models.mini import mini_companion
-
     return mini_companion()
 
 
