@@ -158,24 +158,21 @@ class ContactSheet:
     alpha: Tensor
     captions: list[str]
 
+    def on(self, colour: str | None) -> Tensor:
+        """All pictures [N, 3, 64, 64] on a background of `COLOURS`, or on white."""
+        paint = torch.tensor(COLOURS[colour] if colour else (255, 255, 255), dtype=torch.float32)
+        return self.rgb + (1 - self.alpha) * (paint / 255).view(3, 1, 1)
+
     def target(self, prompt: str) -> Tensor | None:
         """The training picture [3, 64, 64] that a prompt such as "red heart on blue" names, if it is here."""
-        caption, _, colour = prompt.rpartition(" on ")
-        if colour not in COLOURS:
-            caption, colour = prompt, ""
-        if caption not in self.captions:
-            return None
-        number = self.captions.index(caption)
-        paint = torch.tensor(COLOURS.get(colour, (255, 255, 255)), dtype=torch.float32).view(3, 1, 1) / 255
-        return self.rgb[number] + (1 - self.alpha[number]) * paint
+        caption, colour = without_background(prompt)
+        return self.on(colour)[self.captions.index(caption)] if caption in self.captions else None
 
-    def nearest(self, image: Tensor, prompt: str) -> str:
-        """The caption whose picture, on the background of the prompt, is nearest to an image [3, 64, 64]."""
-        _, _, colour = prompt.rpartition(" on ")
-        suffix = f" on {colour}" if colour in COLOURS else ""
-        candidates = [self.target(caption + suffix) for caption in self.captions]
-        stacked = torch.stack([candidate for candidate in candidates if candidate is not None])
-        return self.captions[int((stacked - image).square().mean(dim=(1, 2, 3)).argmin())] + suffix
+
+def without_background(prompt: str) -> tuple[str, str | None]:
+    """("red heart", "blue") of "red heart on blue"; (prompt, None) where no background is named."""
+    caption, _, colour = prompt.rpartition(" on ")
+    return (caption, colour) if colour in COLOURS else (prompt, None)
 
 
 def retrieval(images: Tensor, prompts: Sequence[str]) -> float:
@@ -194,13 +191,17 @@ def retrieval(images: Tensor, prompts: Sequence[str]) -> float:
             "retrieval needs one picture of 64×64 for each prompt",
             found=f"{list(images.shape)}, {len(prompts)} prompts",
         )
-    unknown = [prompt for prompt in prompts if sheet.target(prompt) is None]
+    parts = [without_background(prompt) for prompt in prompts]
+    unknown = [caption for caption, _ in parts if caption not in sheet.captions]
     if unknown:
         raise HswqError(
             "the contact sheet has no picture for a prompt", found=unknown[0], expected="one of its captions"
         )
-    hits = [sheet.nearest(image, p) == p for image, p in zip(images.float().cpu(), prompts, strict=True)]
-    return sum(hits) / len(hits)
+    hits = 0
+    for image, (caption, colour) in zip(images.float().cpu(), parts, strict=True):
+        distances = (sheet.on(colour) - image).square().mean(dim=(1, 2, 3))
+        hits += sheet.captions[int(distances.argmin())] == caption
+    return hits / len(prompts)
 
 
 def asset(name: str) -> Path:
