@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hswq_lab.quantize.calibrate import calibrate, observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
+from hswq_lab.quantize.moments import LayerMoments, Moments, gather_moments
 from hswq_lab.quantize.observe import CalibrationReport, LayerActivations, observe
 from hswq_lab.quantize.pack import pack, pack_items, pack_to_file
 from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport, pareto
@@ -15,10 +16,13 @@ __all__ = [
     "ImpactReport",
     "LayerActivations",
     "LayerImpact",
+    "LayerMoments",
+    "Moments",
     "ParetoPoint",
     "ParetoReport",
     "Plan",
     "calibrate",
+    "gather_moments",
     "impact_of_pack",
     "observe",
     "observe_for",

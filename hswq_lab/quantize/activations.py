@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +104,42 @@ class Activations:
         return float(2.0 ** ((reached + 1) / _BINS_PER_OCTAVE + _LOWEST))
 
 
+class Watcher(Protocol):
+    """What looks at a layer's inputs."""
+
+    def add(self, x: Tensor) -> None:
+        """Takes in x [..., K], unrotated, as the layer gets it."""
+
+
+@contextmanager
+def watching(linears: Mapping[str, LabLinear], watchers: Mapping[str, Watcher]) -> Iterator[None]:
+    """Within this context watchers see every input of their layers; no hook is left behind, whatever happens.
+
+    Args:
+        linears: the network's Linears by name.
+        watchers: layer → who looks at its inputs.
+
+    Raises:
+        HswqError: an unknown layer.
+    """
+    missing = sorted(watchers.keys() - linears.keys())
+    if missing:
+        raise HswqError("the model has no such layer to observe", tensor=missing[0])
+    hooks = []
+    try:
+        for layer, watcher in watchers.items():
+            hooks.append(linears[layer].register_forward_pre_hook(_shown_to(watcher)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @contextmanager
 def observing(
     linears: Mapping[str, LabLinear], groups: Mapping[str, int | None], scales: Mapping[str, float]
 ) -> Iterator[dict[str, Activations]]:
-    """Within this context every forward of the Linears is watched; nothing is left behind, whatever happens.
+    """`watching` with `Activations`.
 
     Args:
         linears: the network's Linears by name.
@@ -118,28 +149,21 @@ def observing(
     Raises:
         HswqError: an unknown layer.
     """
-    missing = sorted(groups.keys() - linears.keys())
-    if missing:
-        raise HswqError("the model has no such layer to observe", tensor=missing[0])
-    watched = {
-        layer: Activations(
-            layer, group, linears[layer].in_features, scales.get(layer), linears[layer].weight.device
+    watched = {}
+    for layer, group in groups.items():
+        if layer not in linears:
+            raise HswqError("the model has no such layer to observe", tensor=layer)
+        linear = linears[layer]
+        watched[layer] = Activations(
+            layer, group, linear.in_features, scales.get(layer), linear.weight.device
         )
-        for layer, group in groups.items()
-    }
-    hooks = []
-    try:
-        for layer, statistics in watched.items():
-            hooks.append(linears[layer].register_forward_pre_hook(_watcher(statistics)))
+    with watching(linears, watched):
         yield watched
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _watcher(statistics: Activations) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def watch(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _shown_to(watcher: Watcher) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def show(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
-            statistics.add(inputs[0])
+            watcher.add(inputs[0])
 
-    return watch
+    return show

@@ -9,7 +9,9 @@ from hswq_lab import packing
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
-from hswq_lab.progress import silent
+from hswq_lab.progress import part, silent
+from hswq_lab.quantize.gptq import gptq_weight
+from hswq_lab.quantize.moments import gather_moments
 from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name
 
 if TYPE_CHECKING:
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
+    from hswq_lab.quantize.moments import LayerMoments
     from hswq_lab.quantize.observe import CalibrationReport
 
-Scales = Literal["rtn", "four_six", "sweep"]
+Scales = Literal["rtn", "four_six", "sweep", "gptq"]
 PACK_KEY = "hswq.pack"
 
 
@@ -33,6 +36,7 @@ def pack(
     scales: Scales = "sweep",
     *,
     activations: CalibrationReport | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -41,9 +45,12 @@ def pack(
     Args:
         model: a 16-bit model; not changed.
         plan: which layer gets which format.
-        scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
-        activations: of this model, from `observe`: weights the error by the power of the rotated input
-            channels.
+        scales: how NVFP4 weights are found: "rtn", "four_six", "sweep" (block scales with the least squared
+            error) or "gptq" (the least error of the layer's output, its quantised activations reckoned with).
+        activations: of this model, from `observe`; for "four_six" and "sweep": weights the error by the
+            power of the rotated input channels.
+        moments: of this model, from `gather_moments`; for "gptq": gathered from the model's own prompts if not
+            given.
         name: of the new model.
         progress: told before every tensor.
 
@@ -58,10 +65,16 @@ def pack(
             fix="detach them, pack, and attach them to the pack",
         )
     formats = plan.for_layers(model.layers())
-    items = pack_items(model.checkpoint, formats, scales, activations=activations, progress=progress)
-    packed = Checkpoint.from_mapping(
-        dict(items), pack_metadata(model.checkpoint, plan, scales), model.checkpoint.prefix
+    tell = progress or silent
+    if scales == "gptq" and moments is None:
+        groups = {layer: group for layer, (form, group) in formats.items() if form == "nvfp4"}
+        moments = gather_moments(model, groups, progress=part(tell, 0, 90, 100))
+        tell = part(tell, 90, 100, 100)
+    items = pack_items(
+        model.checkpoint, formats, scales, activations=activations, moments=moments, progress=tell
     )
+    metadata = pack_metadata(model.checkpoint, plan, scales)
+    packed = Checkpoint.from_mapping(dict(items), metadata, model.checkpoint.prefix)
     return model.with_checkpoint(packed, name or f"{model.name} ({_summary(formats)})")
 
 
@@ -73,6 +86,7 @@ def pack_to_file(
     scales: Scales = "sweep",
     *,
     activations: CalibrationReport | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """`pack` from one file to another, layer by layer: the same bytes as saving what `pack` returns.
@@ -84,9 +98,10 @@ def pack_to_file(
         plan: for the provenance.
         scales: as for `pack`.
         activations: as for `pack`.
+        moments: as for `pack`, but "gptq" needs them.
         progress: told before every tensor.
     """
-    items = pack_items(checkpoint, formats, scales, activations=activations)
+    items = pack_items(checkpoint, formats, scales, activations=activations, moments=moments)
     metadata = pack_metadata(checkpoint, plan, scales)
     return write(path, items, metadata, checkpoint.prefix, progress, source=checkpoint)
 
@@ -97,6 +112,7 @@ def pack_items(
     scales: Scales = "sweep",
     *,
     activations: CalibrationReport | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Every name of a checkpoint with its new value, one by one.
@@ -106,6 +122,7 @@ def pack_items(
         formats: layer → what becomes of it.
         scales: as for `pack`.
         activations: as for `pack`.
+        moments: as for `pack`, but "gptq" needs them.
         progress: told before every tensor.
 
     Raises:
@@ -132,8 +149,12 @@ def pack_items(
                 expected="a 16-bit tensor",
                 fix="pack the 16-bit source, or leave this layer out of the plan",
             )
+        if scales == "gptq" and wanted.format == "nvfp4":
+            yield name, gptq_weight(value, _moments(moments, layer_name(name), wanted)).to("cpu")
+            continue
         importance = _importance(activations, layer_name(name), wanted) if wanted.format == "nvfp4" else None
-        yield name, packing.pack_weight(value, wanted.format, wanted.group, scales, importance, name=name)
+        method = "sweep" if scales == "gptq" else scales  # the other formats have nothing to choose
+        yield name, packing.pack_weight(value, wanted.format, wanted.group, method, importance, name=name)
     tell(len(checkpoint), len(checkpoint), "packed")
 
 
@@ -148,14 +169,31 @@ def _importance(activations: CalibrationReport | None, layer: str, wanted: Layer
         return None
     row = activations.of(layer)
     if row.group != wanted.group:
-        raise HswqError(
-            "the activations were observed in another basis than the plan stores the layer in",
-            tensor=layer,
-            found=f"rotation group {row.group}",
-            expected=f"rotation group {wanted.group}",
-        )
+        raise _other_basis(layer, row.group, wanted.group)
     # A layer that was never reached says nothing about its channels.
     return activations.mean_squares[layer] if row.rows else None
+
+
+def _moments(moments: Mapping[str, LayerMoments] | None, layer: str, wanted: LayerFormat) -> LayerMoments:
+    if moments is None or layer not in moments:
+        raise HswqError(
+            "GPTQ knows nothing about this layer's inputs: it was not observed, or never reached",
+            tensor=layer,
+            fix="give moments= from gather_moments, and pack layers that are never reached in another format",
+        )
+    found = moments[layer]
+    if found.group != wanted.group:
+        raise _other_basis(layer, found.group, wanted.group)
+    return found
+
+
+def _other_basis(layer: str, found: int | None, wanted: int | None) -> HswqError:
+    return HswqError(
+        "the layer's inputs were observed in another basis than the plan stores it in",
+        tensor=layer,
+        found=f"rotation group {found}",
+        expected=f"rotation group {wanted}",
+    )
 
 
 def _summary(formats: Mapping[str, LayerFormat]) -> str:

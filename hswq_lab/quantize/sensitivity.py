@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Executor
 
+    from hswq_lab.formats import Method
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
-    from hswq_lab.quantize.pack import Scales
     from hswq_lab.spec import ModelSpec
     from hswq_lab.trajectory.compare import Prompt
 
@@ -47,7 +47,7 @@ def sensitivity(
     steps: int = 4,
     cfg: float = 2.5,
     formats: Sequence[str] = ("nvfp4",),
-    scales: Scales = "sweep",
+    scales: Method = "sweep",
     layers: Sequence[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
@@ -67,7 +67,7 @@ def sensitivity(
         cfg: guidance scale.
         formats: formats to measure, as in a plan; plans take INT8 as free where it was not measured (it costs
             about a hundredth of NVFP4).
-        scales: how NVFP4 weights are quantised, as for `pack`.
+        scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
         layers: names or globs; all by default.
         resume: JSON file that is written as layers finish, and read first if it is there.
         executor: where to run, e.g. Dask's `client.get_executor()`; default: here. Workers get a `ModelSpec`.
@@ -224,7 +224,7 @@ def _settings(
     seeds: Sequence[int] | None,
     steps: int,
     cfg: float,
-    scales: Scales,
+    scales: Method,
 ) -> TrialSettings:
     return TrialSettings(
         pairs=tuple(choose_pairs(model, prompts, seeds, DEFAULT_PROMPTS)),

@@ -28,8 +28,8 @@ from hswq_lab.quantize.replay import Replay
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from hswq_lab.formats import Method
     from hswq_lab.model import Model
-    from hswq_lab.quantize.pack import Scales
     from hswq_lab.trajectory.compare import Prompt
 
 BATCH_ROWS = 16
@@ -48,7 +48,7 @@ class TrialSettings:
     cfg: float
     shift: float
     size: tuple[int, int]
-    scales: Scales
+    scales: Method
 
     @property
     def identity(self) -> str:
