@@ -117,10 +117,10 @@ def test_settings_that_say_dora_without_magnitudes_are_refused():
         lora_from_tensors(tensors, {"lora_adapter_metadata": json.dumps({"transformer.use_dora": True})})
 
 
-def test_patterns_match_whole_names_only():
+def test_patterns_match_whole_parts_of_names_only():
     tensors, _ = DIALECTS["2 diffusers"](
         logical(["layers.1.attention.out", "layers.11.attention.out"], lambda _: 2, lambda _: 2.0)
     )
-    config = {"lora_alpha": 2, "alpha_pattern": {"layers.1.attention.to_out.0": 8}}
+    config = {"lora_alpha": 2, "alpha_pattern": {"1.attention.to_out.0": 8}}
     lora = lora_from_tensors(tensors, {"lora_adapter_metadata": json.dumps(config)})
     assert [entry.scale.value for entry in lora.entries] == [4.0, 1.0]

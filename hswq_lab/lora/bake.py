@@ -34,7 +34,7 @@ def total_delta(deltas: Weighted, weight: Tensor, norms_of: Tensor | None = None
     total = torch.zeros_like(weight, dtype=torch.float32)
     for delta, strength in deltas:
         if strength != 0:
-            total.add_(delta.dense(weight, norms_of), alpha=strength)
+            delta.add_to(total, strength, weight, norms_of)
     return total
 
 

@@ -97,15 +97,20 @@ class LayerDelta:
         Raises:
             HswqError: the weight is needed and not given.
         """
-        self._check_weight(weight)
         device = weight.device if weight is not None else self._device()
         total = torch.zeros(self.shape, dtype=torch.float32, device=device)
-        for part in self.to(device).parts:
-            rows = slice(part.start, part.stop)
-            total[rows] = part.dense(
-                None if weight is None else weight[rows], None if norms_of is None else norms_of[rows]
-            )
+        self.add_to(total, 1.0, weight, norms_of)
         return total
+
+    def add_to(
+        self, total: Tensor, strength: float, weight: Tensor | None = None, norms_of: Tensor | None = None
+    ) -> None:
+        """Adds strength · ΔW to `total` fp32 [N, K] in place; the rest is as for `dense`."""
+        self._check_weight(weight)
+        for part in self.to(total.device).parts:
+            rows = slice(part.start, part.stop)
+            own = None if weight is None else weight[rows]
+            part.add_to(total[rows], strength, own, None if norms_of is None else norms_of[rows])
 
     def bias(self) -> Tensor | None:
         """The delta of the bias at strength 1, fp32 [N]; None if the file has none for this layer."""

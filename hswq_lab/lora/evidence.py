@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight, rotate_fp32
+from hswq_lab import ops
+from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight
 from hswq_lab.lora.targets import unpacked
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ Verdict = Literal["OK", "MISMATCH", "MISSING", "N/A"]
 Kind = Literal["nvfp4", "int8", "other_qt", "16-bit"]
 
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
+_SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
-_ROWS = 512  # rows measured at a time, in fp64
+_ROWS = 512  # rows measured at a time
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def measure(case: Measured) -> LayerEvidence:
         verdict = "MISSING"
     elif group is not None and isinstance(case.after, PackedWeight):
         unrotated = sums.wrong_share() - retained <= 2 * math.sqrt(2) * (error or 0.0)
-        rerotated = case.after.group == group and sums.miss() <= 0.7 * math.sqrt(sums.wanted)
+        rerotated = case.after.group == group and sums.missed <= _SAME**2 * sums.wanted
         verdict = "OK" if unrotated and rerotated else "MISMATCH"
     return LayerEvidence(
         layer=case.name,
@@ -209,7 +211,9 @@ def _is_calibrated(value: Tensor | PackedWeight) -> bool:
 
 
 class _Sums:
-    """Inner products over the touched rows, in fp64: c = W'−W, d = ΔW, w = W, q = ΔW rotated.
+    """Inner products over the touched rows: c = W'−W, d = ΔW, w = W, q = ΔW rotated.
+
+    Products of a chunk of rows are summed in fp32, chunks in fp64.
 
     Args:
         n: number of touched weights.
@@ -217,36 +221,38 @@ class _Sums:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.cc = self.cd = self.dd = self.ww = self.wanted = self.cq = self.qq = 0.0
+        self.cc = self.cd = self.dd = self.ww = self.missed = self.wanted = self.cq = self.qq = 0.0
 
     def add(self, c: Tensor, d: Tensor, w: Tensor, q: Tensor | None) -> None:
         """Adds some rows."""
-        c, d, w = c.double(), d.double(), w.double()
-        self.cc += float((c * c).sum())
-        self.cd += float((c * d).sum())
-        self.dd += float((d * d).sum())
-        self.ww += float((w * w).sum())
-        self.wanted += float((w + d).square().sum())
+        self.cc += _dot(c, c)
+        self.cd += _dot(c, d)
+        self.dd += _dot(d, d)
+        self.ww += _dot(w, w)
+        miss, wanted = c - d, w + d
+        self.missed += _dot(miss, miss)
+        self.wanted += _dot(wanted, wanted)
         if q is not None:
-            self.cq += float((c * q).sum())
-            self.qq += float(q.double().square().sum())
+            self.cq += _dot(c, q)
+            self.qq += _dot(q, q)
 
     def share(self) -> tuple[float | None, float | None, float | None]:
         """(retained share, its standard error, added error); None for a zero ΔW."""
         if self.dd == 0:
             return None, None, None
         retained = self.cd / self.dd
-        residual = max(self.cc - self.cd * retained, 0.0)
+        # ‖c − d‖² = ‖c − r·d‖² + (1 − r)²·‖d‖² gives the residual without cancellation.
+        residual = max(self.missed - (1 - retained) ** 2 * self.dd, 0.0)
         error = math.sqrt(residual / max(self.n - 1, 1) / self.dd)
-        return retained, error, self.miss() / math.sqrt(self.dd)
-
-    def miss(self) -> float:
-        """‖W'−W−ΔW‖."""
-        return math.sqrt(max(self.cc - 2 * self.cd + self.dd, 0.0))
+        return retained, error, math.sqrt(self.missed / self.dd)
 
     def wrong_share(self) -> float:
         """The share of the delta as it would have been added without unrotating."""
         return self.cq / self.qq if self.qq else 0.0
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
 
 
 def _sums(case: Measured, after: Tensor, group: int | None) -> _Sums:
@@ -254,7 +260,7 @@ def _sums(case: Measured, after: Tensor, group: int | None) -> _Sums:
     sums = _Sums(index.numel() * case.weight.shape[1])
     for chunk in index.split(_ROWS):
         w, d = case.weight[chunk], case.total[chunk]
-        sums.add(after[chunk] - w, d, w, None if group is None else rotate_fp32(d, group))
+        sums.add(after[chunk] - w, d, w, None if group is None else ops.rotate(d, group))
     return sums
 
 

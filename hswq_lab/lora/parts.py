@@ -46,6 +46,12 @@ class Part(ABC):
             fp32 [stop − start, K].
         """
 
+    def add_to(
+        self, total: Tensor, strength: float, weight: Tensor | None = None, norms_of: Tensor | None = None
+    ) -> None:
+        """Adds strength · ΔW to fp32 [stop − start, K] in place; the other arguments are those of `dense`."""
+        total.add_(self.dense(weight, norms_of), alpha=strength)
+
     def to(self, device: torch.device | str) -> Self:
         """The same with its tensors on a device."""
         moved: dict[str, Any] = {}
@@ -71,6 +77,12 @@ class LowRank(Part):
     @override
     def dense(self, weight: Tensor | None = None, norms_of: Tensor | None = None) -> Tensor:
         return torch.mm(self.up.float(), self.down.float()).mul_(self.scale)
+
+    @override
+    def add_to(
+        self, total: Tensor, strength: float, weight: Tensor | None = None, norms_of: Tensor | None = None
+    ) -> None:
+        total.addmm_(self.up.float(), self.down.float(), alpha=self.scale * strength)
 
     def norm(self) -> float:
         """‖ΔW‖² = trace((upᵀup)(down downᵀ)), without the dense matrix, in fp64."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from hswq_lab.errors import HswqError
@@ -105,6 +107,7 @@ class TargetIndex:
                         tensor=layer,
                         found=f"{known.layer} and {layer}",
                     )
+        self._pairs = {alias: _pairs(alias) for alias in self._targets}
 
     def find(self, module: str) -> Target | None:
         """The target of a module as a file spells it, or None."""
@@ -114,8 +117,15 @@ class TargetIndex:
     def nearest(self, module: str) -> str:
         """The layer whose name is most like a module's."""
         name = min((squash(name) for name in without_prefixes(module)), key=len)
-        close = difflib.get_close_matches(name, self._targets, n=1, cutoff=0.0)
+        # difflib is slow: it only chooses among the names that share the most pairs of letters.
+        pairs = _pairs(name)
+        likely = heapq.nlargest(8, self._pairs, key=lambda alias: len(pairs & self._pairs[alias]))
+        close = difflib.get_close_matches(name, likely, n=1, cutoff=0.0)
         return self._targets[close[0]].layer if close else "no layers"
+
+
+def _pairs(name: str) -> frozenset[str]:
+    return frozenset(first + second for first, second in pairwise(name))
 
 
 def layers_of(layers: LayerShapes | HasLayers) -> LayerShapes:
