@@ -24,6 +24,7 @@ ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
 _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
 _ROWS = 512  # rows measured at a time
+_BASIS_ROWS = 1024  # about so many rows tell the basis
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def measure(case: Measured) -> LayerEvidence:
     """The evidence for one baked layer, from its weights alone."""
     group = case.before.group if isinstance(case.before, PackedWeight) else None
     after = unpacked(case.after)
-    sums = _sums(case, after, group)
+    sums = _sums(case, after)
     before_error, after_error = _source_errors(case, after)
     retained, error, added = sums.share()
     verdict: Verdict = "OK"
@@ -109,7 +110,7 @@ def measure(case: Measured) -> LayerEvidence:
     elif sums.cc == 0:
         verdict = "MISSING"
     elif group is not None and isinstance(case.after, PackedWeight):
-        unrotated = sums.wrong_share() - retained <= 2 * math.sqrt(2) * (error or 0.0)
+        unrotated = _was_unrotated(case, after, group)
         rerotated = case.after.group == group and sums.missed <= _SAME**2 * sums.wanted
         verdict = "OK" if unrotated and rerotated else "MISMATCH"
     return LayerEvidence(
@@ -157,7 +158,7 @@ def branch_evidence(
     for branch, strength in branches:
         carried.add_(branch_dense(branch, weight), alpha=strength)
     sums = _Sums(total.numel())
-    sums.add(carried, total, torch.zeros_like(total), None)
+    sums.add(carried, total, torch.zeros_like(total))
     retained, error, added = sums.share()
     verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     return LayerEvidence(
@@ -211,7 +212,7 @@ def _is_calibrated(value: Tensor | PackedWeight) -> bool:
 
 
 class _Sums:
-    """Inner products over the touched rows: c = W'−W, d = ΔW, w = W, q = ΔW rotated.
+    """Inner products over some rows: c = W'−W, d = ΔW, w = W.
 
     Products of a chunk of rows are summed in fp32, chunks in fp64.
 
@@ -221,9 +222,9 @@ class _Sums:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.cc = self.cd = self.dd = self.ww = self.missed = self.wanted = self.cq = self.qq = 0.0
+        self.cc = self.cd = self.dd = self.ww = self.missed = self.wanted = 0.0
 
-    def add(self, c: Tensor, d: Tensor, w: Tensor, q: Tensor | None) -> None:
+    def add(self, c: Tensor, d: Tensor, w: Tensor) -> None:
         """Adds some rows."""
         self.cc += _dot(c, c)
         self.cd += _dot(c, d)
@@ -232,9 +233,6 @@ class _Sums:
         miss, wanted = c - d, w + d
         self.missed += _dot(miss, miss)
         self.wanted += _dot(wanted, wanted)
-        if q is not None:
-            self.cq += _dot(c, q)
-            self.qq += _dot(q, q)
 
     def share(self) -> tuple[float | None, float | None, float | None]:
         """(retained share, its standard error, added error); None for a zero ΔW."""
@@ -246,22 +244,30 @@ class _Sums:
         error = math.sqrt(residual / max(self.n - 1, 1) / self.dd)
         return retained, error, math.sqrt(self.missed / self.dd)
 
-    def wrong_share(self) -> float:
-        """The share of the delta as it would have been added without unrotating."""
-        return self.cq / self.qq if self.qq else 0.0
-
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return float(torch.dot(a.reshape(-1), b.reshape(-1)))
 
 
-def _sums(case: Measured, after: Tensor, group: int | None) -> _Sums:
+def _sums(case: Measured, after: Tensor) -> _Sums:
     index = case.touched.nonzero().reshape(-1)
     sums = _Sums(index.numel() * case.weight.shape[1])
     for chunk in index.split(_ROWS):
-        w, d = case.weight[chunk], case.total[chunk]
-        sums.add(after[chunk] - w, d, w, None if group is None else ops.rotate(d, group))
+        w = case.weight[chunk]
+        sums.add(after[chunk] - w, case.total[chunk], w)
     return sums
+
+
+def _was_unrotated(case: Measured, after: Tensor, group: int) -> bool:
+    """Whether the change looks like ΔW no less than like ΔW·H, which a bake leaves that forgets to unrotate."""
+    index = case.touched.nonzero().reshape(-1)
+    index = index[:: max(1, index.numel() // _BASIS_ROWS)]
+    w, d = case.weight[index], case.total[index]
+    right, wrong = _Sums(d.numel()), _Sums(d.numel())
+    right.add(after[index] - w, d, w)
+    wrong.add(after[index] - w, ops.rotate(d, group), w)
+    (own, error, _), (other, _, _) = right.share(), wrong.share()
+    return own is None or other is None or error is None or other - own <= 2 * math.sqrt(2) * error
 
 
 def _source_errors(case: Measured, after: Tensor) -> tuple[float | None, float | None]:
