@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from hswq_lab.quantize.calibrate import calibrate, observe_for, with_input_scales
+from hswq_lab.quantize.curve import greedy, pareto
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
 from hswq_lab.quantize.moments import LayerMoments, Moments, gather_moments
 from hswq_lab.quantize.observe import CalibrationReport, LayerActivations, observe
 from hswq_lab.quantize.pack import pack, pack_items, pack_to_file
-from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport, pareto
+from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 from hswq_lab.quantize.plan import Plan
 from hswq_lab.quantize.sensitivity import impact_of_pack, sensitivity
 
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "calibrate",
     "gather_moments",
+    "greedy",
     "impact_of_pack",
     "observe",
     "observe_for",

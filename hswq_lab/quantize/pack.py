@@ -49,8 +49,8 @@ def pack(
             error) or "gptq" (the least error of the layer's output, its quantised activations reckoned with).
         activations: of this model, from `observe`; for "four_six" and "sweep": weights the error by the
             power of the rotated input channels.
-        moments: of this model, from `gather_moments`; for "gptq": gathered from the model's own prompts if not
-            given.
+        moments: of this model, from `gather_moments`; for "gptq": gathered from the model's own prompts if
+            not given.
         name: of the new model.
         progress: told before every tensor.
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from hswq_lab.errors import HswqError
 from hswq_lab.quantize.plan import Plan
 from hswq_lab.results import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from hswq_lab.model import Model
-    from hswq_lab.progress import Progress
-    from hswq_lab.quantize.impact import ImpactReport
 
 
 @dataclass(frozen=True)
@@ -128,33 +118,3 @@ class ParetoReport(Result):
             raise HswqError("no measured plan reaches that goal", found=bits or final_cos, expected=reached)
         point = fitting[-1] if bits is not None else fitting[0]
         return Plan(point.formats, f"{point.label}: measured {point.mean:.4f} at {point.bits:.3f} bits")
-
-
-def pareto(
-    model: Model,
-    impact: ImpactReport,
-    nvfp4: Sequence[int] | None = None,
-    *,
-    prompts: Sequence[str | Tensor] | None = None,
-    seeds: Sequence[int] | None = None,
-    steps: int = 12,
-    cfg: float = 2.5,
-    scales: str = "sweep",
-    keep: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> ParetoReport:
-    """Packs, calibrates and measures (mode tc) the nvK plan of an impact report for several K.
-
-    Args:
-        model: 16-bit; not changed.
-        impact: its impact report.
-        nvfp4: the K to measure; by default about a dozen from 0 to all.
-        prompts: one for each seed, or one for all; the model's own by default.
-        seeds: of the starting noises; the first of `SEEDS_20` by default, one for each prompt.
-        steps: Euler steps.
-        cfg: guidance scale.
-        scales: how weights are quantised, as for `pack`.
-        keep: pins, as for `ImpactReport.plan`.
-        progress: told after every point.
-    """
-    raise NotImplementedError

@@ -21,6 +21,7 @@ from hswq_lab.models.sampler import sigmas, starting_noise
 from hswq_lab.models.zimage import padded_length
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.quantize.activations import Activations, observing
+from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.pairs import label_of
 from hswq_lab.quantize.plan import layer_format
 from hswq_lab.quantize.replay import Replay
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from hswq_lab.formats import Method
     from hswq_lab.model import Model
+    from hswq_lab.quantize.moments import LayerMoments
     from hswq_lab.trajectory.compare import Prompt
 
 BATCH_ROWS = 16
@@ -66,12 +68,15 @@ class Trial:
         model: 16-bit, without LoRAs; not changed (the trial has a network of its own that shares the
             weights).
         settings: pairs of prompt and seed, steps and so on.
+        moments: from `gather_moments`: rotated NVFP4 weights are made by GPTQ.
 
     Raises:
         HswqError: the model is packed or has LoRAs.
     """
 
-    def __init__(self, model: Model, settings: TrialSettings) -> None:
+    def __init__(
+        self, model: Model, settings: TrialSettings, moments: Mapping[str, LayerMoments] | None = None
+    ) -> None:
         if model.is_packed or model.loras:
             raise HswqError(
                 "layers are tried out on a 16-bit model without LoRAs",
@@ -81,6 +86,7 @@ class Trial:
             )
         self.model = model
         self.settings = settings
+        self._moments = moments
         copy = model.on(model.device)
         self._network = copy.network()
         self._linears = copy.linears()
@@ -134,10 +140,20 @@ class Trial:
         """
         stored, group = layer_format(form, self._linears[layer].in_features)
         if (layer, form) not in self._weights:
-            name = f"{layer}.weight"
-            weight = packing.pack_weight(self.weight(layer), stored, group, self.settings.scales, name=name)
-            self._weights[layer, form] = self.calibrated(layer, weight)
+            self._weights[layer, form] = self.calibrated(layer, self._pack(layer, stored, group))
         return self._weights[layer, form]
+
+    @property
+    def method(self) -> str:
+        """How NVFP4 weights are made."""
+        return self.settings.scales if self._moments is None else "gptq"
+
+    def _pack(self, layer: str, stored: str, group: int | None) -> PackedWeight:
+        moments = None if self._moments is None or stored != "nvfp4" else self._moments.get(layer)
+        if moments is not None and moments.group == group:
+            return gptq_weight(self.weight(layer), moments)
+        name = f"{layer}.weight"
+        return packing.pack_weight(self.weight(layer), stored, group, self.settings.scales, name=name)
 
     def calibrated(self, layer: str, weight: PackedWeight) -> PackedWeight | None:
         """An NVFP4 weight with the input_scale of the reference run; None if the layer is never reached."""

@@ -1,0 +1,226 @@
+"""Measured plans: the nvK curve of an impact report, and a greedy search that measures every step."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from hswq_lab.errors import HswqError
+from hswq_lab.progress import silent
+from hswq_lab.quantize.pairs import choose_pairs, label_of
+from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
+from hswq_lab.quantize.plan import KEPT, Plan, packed_nbytes
+from hswq_lab.quantize.trial import Trial, TrialSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hswq_lab.formats import Method
+    from hswq_lab.model import Model
+    from hswq_lab.progress import Progress
+    from hswq_lab.quantize.impact import ImpactReport
+    from hswq_lab.quantize.moments import LayerMoments
+    from hswq_lab.trajectory.compare import Prompt
+
+DEFAULT_POINTS = 12
+SMALL, LARGE = "nvfp4", "int8_tensorwise"
+
+
+def pareto(
+    model: Model,
+    impact: ImpactReport,
+    nvfp4: Sequence[int] | None = None,
+    *,
+    prompts: Prompt | Sequence[Prompt] | None = None,
+    seeds: Sequence[int] | None = None,
+    steps: int = 12,
+    cfg: float = 2.5,
+    scales: Method = "sweep",
+    moments: Mapping[str, LayerMoments] | None = None,
+    keep: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> ParetoReport:
+    """Measures the nvK plan of an impact report for several K, calibrated and in mode tc.
+
+    Errors of layers cancel or amplify each other, so the curve is not monotone: measure K − 1 and K + 1 too.
+
+    Args:
+        model: 16-bit; not changed.
+        impact: its impact report.
+        nvfp4: the K to measure; by default about a dozen from 0 to all.
+        prompts: one for each seed, or one for all; the model's own by default.
+        seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
+        steps: Euler steps.
+        cfg: guidance scale.
+        scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
+        moments: from `gather_moments`: NVFP4 weights by GPTQ instead.
+        keep: pins, as for `ImpactReport.plan`.
+        progress: told after every point.
+
+    Raises:
+        HswqError: prompts and seeds do not pair, or a K that is not possible.
+    """
+    if nvfp4 is None:
+        # Pinned layers may make the ends impossible; the plan says so.
+        count = len(impact.layers)
+        nvfp4 = sorted({round(count * i / (DEFAULT_POINTS - 1)) for i in range(DEFAULT_POINTS)})
+    plans = [impact.plan(nvfp4=k, keep=keep) for k in nvfp4]
+    curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales), moments))
+    for done, (k, plan) in enumerate(zip(nvfp4, plans, strict=True)):
+        (progress or silent)(done, len(plans), f"nv{k}")
+        curve.add(f"nv{k}", dict(plan))
+    (progress or silent)(len(plans), len(plans), "done")
+    return curve.report()
+
+
+def greedy(
+    model: Model,
+    impact: ImpactReport,
+    *,
+    bits: float | None = None,
+    final_cos: float | None = None,
+    width: int = 3,
+    prompts: Prompt | Sequence[Prompt] | None = None,
+    seeds: Sequence[int] | None = None,
+    steps: int = 4,
+    cfg: float = 2.5,
+    scales: Method = "sweep",
+    moments: Mapping[str, LayerMoments] | None = None,
+    keep: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> ParetoReport:
+    """Turns layers from INT8 to NVFP4 one by one, each time the best of a few, measured with all before.
+
+    The few are those with the least impact a byte; the best is the one with the least added error a byte.
+
+    Args:
+        model: 16-bit; not changed.
+        impact: its impact report, which orders the candidates.
+        bits: stop once the mean bits a weight are at most this.
+        final_cos: stop before the mean final cosine falls below this.
+        width: candidates measured for each step.
+        prompts: as for `pareto`, but by default the first four of the model's own.
+        seeds: as for `pareto`.
+        steps: Euler steps.
+        cfg: guidance scale.
+        scales: as for `pareto`.
+        moments: as for `pareto`.
+        keep: pins, layer glob → format; these layers do not move.
+        progress: told after every step.
+
+    Returns:
+        A point for every layer turned, the first with none: take `report.plan(bits=…)`.
+
+    Raises:
+        HswqError: the goal is missing, twice there, or not reached with every layer turned.
+    """
+    if (bits is None) == (final_cos is None):
+        raise HswqError("a greedy search needs exactly one goal", expected="bits= or final_cos=")
+    pins = Plan(keep or {})
+    formats = {layer: pins.form_of(layer) or LARGE for layer in impact.layers}
+    left = [layer for layer in _by_price(impact) if pins.form_of(layer) is None]
+    curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales, 4), moments))
+    curve.add("all INT8", formats)
+    tell, total = progress or silent, len(left)
+    while bits is None or curve.points[-1].bits > bits:
+        tell(total - len(left), total, curve.points[-1].label)
+        if not left:
+            break
+        layer, point = curve.best_next(formats, left[:width])
+        if final_cos is not None and point.mean < final_cos:
+            break
+        formats[layer] = SMALL
+        left.remove(layer)
+        curve.points.append(point)
+    if bits is not None and curve.points[-1].bits > bits:
+        raise HswqError(
+            "no plan is that small", found=bits, expected=f"at least {curve.points[-1].bits:.3f} bits"
+        )
+    if final_cos is not None and curve.points[0].mean < final_cos:
+        raise HswqError(
+            "no plan reaches that goal", found=final_cos, expected=f"{curve.points[0].mean:.4f} at best"
+        )
+    tell(total, total, "done")
+    return curve.report()
+
+
+class _Curve:
+    """Points measured with one trial."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.points: list[ParetoPoint] = []
+        self._started = time.monotonic()
+
+    def add(self, label: str, formats: Mapping[str, str], changed: str = "") -> None:
+        """Measures a plan and keeps the point."""
+        self.points.append(self.measure(label, formats, changed))
+
+    def measure(self, label: str, formats: Mapping[str, str], changed: str = "") -> ParetoPoint:
+        """Measures a plan: layer → format."""
+        packed = {layer: self.trial.packed(layer, form) for layer, form in formats.items() if form != KEPT}
+        latents = self.trial.run({layer: weight for layer, weight in packed.items() if weight is not None})
+        layers, plan = self.trial.model.layers(), Plan(formats)
+        errors = self.trial.errors(latents)
+        return ParetoPoint(
+            label=label,
+            nvfp4=plan.count(SMALL, layers),
+            bits=plan.bits(layers),
+            nbytes=plan.nbytes(layers),
+            cosines=self.trial.cosines(latents),
+            impact=sum(errors) / len(errors),
+            formats=dict(plan),
+            changed=changed,
+        )
+
+    def best_next(self, formats: Mapping[str, str], candidates: Sequence[str]) -> tuple[str, ParetoPoint]:
+        """The candidate that adds the least error a byte as NVFP4, measured together with all the others."""
+        before, shapes = self.points[-1], self.trial.model.layers()
+        best: tuple[float, str, ParetoPoint] | None = None
+        for layer in candidates:
+            count = before.nvfp4 + 1
+            point = self.measure(f"nv{count}", {**formats, layer: SMALL}, layer)
+            price = (point.impact - before.impact) / _saving(shapes[layer])
+            if best is None or price < best[0]:
+                best = (price, layer, point)
+        if best is None:
+            raise HswqError("there is no candidate to measure", fix="give a width of at least 1")
+        return best[1], best[2]
+
+    def report(self) -> ParetoReport:
+        """Everything measured so far."""
+        settings = self.trial.settings
+        return ParetoReport(
+            model=self.trial.model.name,
+            mode="tc",
+            scales=self.trial.method,
+            prompts=[label_of(prompt) for prompt, _ in settings.pairs],
+            seeds=[seed for _, seed in settings.pairs],
+            steps=settings.steps,
+            cfg=settings.cfg,
+            points=list(self.points),
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def _by_price(impact: ImpactReport) -> list[str]:
+    """Layers that NVFP4 makes smaller, the least impact a byte first."""
+    smaller = [layer for layer, shape in impact.layers.items() if _saving(shape) > 0]
+    return sorted(smaller, key=lambda layer: impact.of(layer).impact / _saving(impact.layers[layer]))
+
+
+def _saving(shape: tuple[int, int]) -> int:
+    return packed_nbytes(LARGE, shape) - packed_nbytes(SMALL, shape)
+
+
+def _settings(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt] | None,
+    seeds: Sequence[int] | None,
+    steps: int,
+    cfg: float,
+    scales: Method,
+    number: int | None = None,
+) -> TrialSettings:
+    pairs = tuple(choose_pairs(model, prompts, seeds, number))
+    return TrialSettings(pairs, steps, cfg, model.default_shift, model.default_size, scales)
