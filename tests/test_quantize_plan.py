@@ -195,3 +195,14 @@ def test_predicted_cos_adds_up_impacts_of_each_sample():
     expected = (1 / math.sqrt(1 + 0.15) + 1 / math.sqrt(1 + 0.45)) / 2
     assert impact.predicted_cos(Plan({"*": "nvfp4"})) == pytest.approx(expected)
     assert impact.predicted_cos(Plan({"*": "int8"})) == 1.0
+
+
+def test_rotation_is_chosen_by_output_error_where_both_were_measured():
+    rows = []
+    for layer, rotated, unrotated in (("a", 0.02, 0.01), ("b", 0.01, 0.02)):
+        rows.append(LayerImpact(layer, "nvfp4", 64, 64, [1e-3], output_error=rotated))
+        rows.append(LayerImpact(layer, "nvfp4-unrotated", 64, 64, [1e-3], output_error=unrotated))
+    both = ImpactReport("m", "sha", ["x"], [1], 4, 2.5, 1.5, (16, 16), "sweep", rows)
+    assert dict(both.plan(nvfp4=2)) == {"a": "nvfp4-unrotated", "b": "nvfp4"}
+    assert both.plan(nvfp4=2).for_layers(both.layers)["a"] == ("nvfp4", None)
+    assert both.plan(nvfp4=2).count("nvfp4", both.layers) == 2

@@ -12,6 +12,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, within_budget
 from hswq_lab.quantize.plan import (
     KEPT,
+    UNROTATED,
     Plan,
     canonical,
     layer_format,
@@ -173,6 +174,8 @@ class ImpactReport(Result):
     ) -> Plan:
         """A plan by impact: NVFP4 where it costs least, ConvRot INT8 elsewhere. Give exactly one goal.
 
+        NVFP4 is rotated; if "nvfp4-unrotated" was measured too, each layer gets the one of less output error.
+
         Args:
             nvfp4: the number of NVFP4 layers, pinned ones included: the least sensitive ones.
             bits: mean bits a weight over the Linears, scales included, not to be exceeded.
@@ -201,6 +204,13 @@ class ImpactReport(Result):
         return Plan(
             chosen, f"{given[0]} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps"
         )
+
+    def best_nvfp4(self, layer: str) -> str:
+        """NVFP4 rotated, or unrotated if that was measured too and has the smaller output error."""
+        unrotated = f"nvfp4{UNROTATED}"
+        if unrotated not in self.formats:
+            return "nvfp4"
+        return min(("nvfp4", unrotated), key=lambda form: self.of(layer, form).output_error)
 
     def predicted_cos(self, plan: Plan) -> float:
         """Mean over samples of 1/√(1 + Σ impact): the final cosine if the layers' errors were independent.
@@ -253,7 +263,7 @@ class ImpactReport(Result):
         options = {}
         for layer, shape in self.layers.items():
             pinned = pins.form_of(layer)
-            formats = ("int8_tensorwise", "nvfp4") if pinned is None else (pinned,)
+            formats = ("int8_tensorwise", self.best_nvfp4(layer)) if pinned is None else (pinned,)
             options[layer] = [
                 Option(form, packed_nbytes(form, shape), self._cost(layer, form)) for form in formats
             ]
