@@ -110,7 +110,7 @@ def strip_picture(rows: Mapping[str, Sequence[Run]]) -> Image.Image:
     draw, font = ImageDraw.Draw(strip), ImageFont.load_default(size=15)
     for column, run in enumerate(first):
         x = _LABEL + column * (side + _GAP)
-        draw.text((x, 9), _fitting(run.prompt, side, font), fill="#444444", font=font)
+        draw.text((x, 9), fitting(run.prompt, side, font), fill="#444444", font=font)
     for row, (label, runs) in enumerate(rows.items()):
         y = _HEAD + row * (side + _GAP)
         draw.text((8, y + side // 2 - 10), label, fill="#1d2329", font=font)
@@ -120,7 +120,7 @@ def strip_picture(rows: Mapping[str, Sequence[Run]]) -> Image.Image:
     return strip
 
 
-def _fitting(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def fitting(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """As much of a text as fits, with an ellipsis if something is left out."""
     if font.getlength(text) <= width:
         return text

@@ -1,0 +1,296 @@
+"""The command line: exit codes, messages, what is written and what is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hswq_lab import cli
+from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.cli import common, files, main
+from hswq_lab.errors import Cancelled, HswqError
+from hswq_lab.loading import MODEL_KEY
+
+VERBS = [
+    "inspect",
+    "check",
+    "sensitivity",
+    "pack",
+    "calibrate",
+    "bake",
+    "compare",
+    "bench",
+    "convert",
+    "diff",
+]
+VERBS += ["doctor", "demo", "lab"]
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory, tiny_tensors):
+    """A tiny 16-bit model that uses the mini model's text encoder, codec and prompts."""
+    return str(
+        write(
+            tmp_path_factory.mktemp("model") / "tiny.safetensors",
+            tiny_tensors.items(),
+            {MODEL_KEY: "mini-zimage"},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def pack_file(tmp_path_factory, model_file):
+    """Packed and calibrated by the command itself."""
+    folder = tmp_path_factory.mktemp("pack")
+    packed, calibrated = str(folder / "packed.safetensors"), str(folder / "calibrated.safetensors")
+    assert (
+        main(["pack", model_file, packed, "--all", "nvfp4", "--keep", "final_layer*=int8", "--scales", "rtn"])
+        == 0
+    )
+    assert main(["calibrate", packed, calibrated, "--model", model_file, "--steps", "1"]) == 0
+    return calibrated
+
+
+@pytest.fixture(scope="module")
+def lora_file(tmp_path_factory):
+    """A rank-2 LoRA on one layer of the tiny model, ΔW large beside the rounding."""
+    generator = torch.Generator().manual_seed(3)
+    name = "transformer.layers.0.feed_forward.w1"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(2, 64, generator=generator),
+        f"{name}.lora_B.weight": torch.randn(128, 2, generator=generator) * 0.3,
+    }
+    path = tmp_path_factory.mktemp("lora") / "style.safetensors"
+    save_file(tensors, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    assert "usage: hswq-lab" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["inspect"], ["pack", "a", "b"], ["demo", "--workers", "x"]]
+)
+def test_wrong_usage_is_code_2_on_stderr(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from hswq_lab.cli import build_parser; build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("verb", [["inspect"], ["diff", "x.safetensors"], ["compare", "mini-zimage"]])
+def test_a_missing_file_is_one_message_and_code_2(verb, tmp_path, capsys):
+    assert main([*verb, str(tmp_path / "nowhere.safetensors"), "--json", str(tmp_path / "out.json")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("hswq-lab: ") == 1
+    assert "safetensors" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_names_file_tensor_found_expected_and_fix(capsys):
+    cli.complain(HswqError("it is wrong", file="f", tensor="t", found=1, expected=2, fix="mend it"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "hswq-lab: it is wrong"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "file",
+        "tensor",
+        "found",
+        "expected",
+        "to do",
+    ]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Cancelled("stop")])
+def test_ctrl_c_is_a_clean_end(stop, monkeypatch, capsys):
+    def interrupted(_args: Namespace) -> int:
+        raise stop
+
+    monkeypatch.setattr("hswq_lab.cli.lab.doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_a_reader_that_went_away_is_no_error():
+    """`hswq-lab doctor | head -0`: no traceback, no complaint at exit."""
+    code = "from hswq_lab.cli import main; import sys; sys.exit(main(['doctor']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) in (0, 1)
+    assert b"Traceback" not in told
+    assert b"Exception ignored" not in told
+
+
+def test_inspect_tells_a_checkpoint_from_a_lora(pack_file, lora_file, model_file, tmp_path, capsys):
+    assert (
+        main(["inspect", pack_file, "--json", str(tmp_path / "pack.json"), "--save", str(tmp_path / "p.csv")])
+        == 0
+    )
+    assert "nvfp4" in capsys.readouterr().out
+    assert json.loads((tmp_path / "pack.json").read_text())["result"] == "InspectReport"
+    assert "layers.0.attention.qkv.weight" in (tmp_path / "p.csv").read_text()
+    assert main(["inspect", lora_file]) == 0
+    assert "add --model" in capsys.readouterr().out
+    assert main(["inspect", lora_file, "--model", model_file, "--json", str(tmp_path / "lora.json")]) == 0
+    assert "matched" in capsys.readouterr().out
+    assert json.loads((tmp_path / "lora.json").read_text())["rows"][0]["layer"] == "layers.0.feed_forward.w1"
+
+
+def test_is_lora_reads_only_keys(pack_file, lora_file, tmp_path):
+    assert files.is_lora(lora_file)
+    assert not files.is_lora(pack_file)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert files.is_lora(str(tmp_path))
+
+
+def test_check_fails_for_a_broken_file_and_passes_for_a_good_one(pack_file, model_file, tmp_path, capsys):
+    assert main(["check", pack_file, "--source", model_file]) == 0
+    broken = dict(Checkpoint.open(pack_file).items())
+    path = tmp_path / "broken.safetensors"
+    write(path, broken.items())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert main(["check", str(path)]) == 1
+    assert "truncated" in capsys.readouterr().out
+
+
+def test_pack_calibrate_and_diff(model_file, pack_file, capsys):
+    entries = {entry.name: entry for entry in Checkpoint.open(pack_file).entries()}
+    assert entries["layers.0.attention.qkv.weight"].format == "nvfp4"
+    assert entries["layers.0.attention.qkv.weight"].calibrated
+    assert entries["final_layer.linear.weight"].format == "int8_tensorwise"
+    assert main(["diff", model_file, pack_file]) == 0
+    assert "other format" in capsys.readouterr().out
+
+
+def test_nothing_is_overwritten_unless_it_is_said(model_file, tmp_path, capsys):
+    target = tmp_path / "there.safetensors"
+    target.write_text("precious")
+    assert main(["pack", model_file, str(target), "--all", "int8"]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert target.read_text() == "precious"
+    assert main(["pack", model_file, str(target), "--all", "int8", "--force"]) == 0
+    assert Checkpoint.open(target).entry("x_embedder.weight").format == "int8_tensorwise"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--all", "int9"], ["--all", "nvfp4", "--nvfp4", "3"], ["--all", "nvfp4", "--keep", "nonsense"]],
+)
+def test_a_plan_that_makes_no_sense_writes_nothing(model_file, tmp_path, options, capsys):
+    assert main(["pack", model_file, str(tmp_path / "x.safetensors"), *options]) == 2
+    assert capsys.readouterr().err.startswith("hswq-lab: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sensitivity_then_pack_by_its_result(model_file, tmp_path, capsys):
+    impact = str(tmp_path / "impact.json")
+    assert (
+        main(["sensitivity", model_file, "--steps", "1", "--seeds", "1", "--scales", "rtn", "--json", impact])
+        == 0
+    )
+    assert "most sensitive" in capsys.readouterr().out
+    packed = tmp_path / "x.safetensors"
+    assert main(["pack", model_file, str(packed), "--impact", impact, "--nvfp4", "3", "--scales", "rtn"]) == 0
+    formats = [entry.format for entry in Checkpoint.open(packed).entries()]
+    assert formats.count("nvfp4") == 3
+
+
+def test_bake_writes_a_pack_that_has_the_lora(pack_file, lora_file, tmp_path, capsys):
+    out = tmp_path / "baked.safetensors"
+    assert (
+        main(["bake", pack_file, str(out), "--lora", f"{lora_file}=0.5", "--json", str(tmp_path / "e.json")])
+        == 0
+    )
+    assert "nvfp4_baked=1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "e.json").read_text())["loras"] == ["style ×0.5 (bake)"]
+    changed = Checkpoint.open(out)["layers.0.feed_forward.w1.weight"]
+    assert not changed.same_bits(Checkpoint.open(pack_file)["layers.0.feed_forward.w1.weight"])
+
+
+@pytest.mark.parametrize("lora", ["nowhere.safetensors", "{lora}=strong"])
+def test_a_lora_that_cannot_be_baked_leaves_nothing(pack_file, lora_file, tmp_path, lora, capsys):
+    out = tmp_path / "x.safetensors"
+    assert main(["bake", pack_file, str(out), "--lora", lora.format(lora=lora_file)]) == 2
+    assert capsys.readouterr().err.startswith("hswq-lab: ")
+    assert not out.exists()
+
+
+def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_file, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    arguments = ["compare", model_file, pack_file, "--modes", "parity,tc", "--seeds", "2", "--steps", "2"]
+    code = main([*arguments, "--json", str(report)])
+    content = json.loads(report.read_text(), parse_constant=pytest.fail)
+    assert code == (0 if content["verdict"]["passed"] else 1)
+    assert "parity" in capsys.readouterr().out
+    assert main(["compare", model_file, model_file, "--seeds", "1", "--steps", "1"]) == 0
+
+
+def test_the_environment_chooses_the_mode_and_the_warning_comes_once(pack_file, monkeypatch, capsys):
+    common.warn_once.cache_clear()
+    monkeypatch.setenv("HSWQ_ZI_FORCE_TC", "1")
+    args = Namespace(device="cpu", threads=1)
+    for _ in range(2):
+        assert common.load(pack_file, args).request.mode == "tc"
+    assert capsys.readouterr().err.count("HSWQ_ZI_FORCE_TC=1") == 1
+    monkeypatch.setenv("HSWQ_ZI_FORCE_PARITY", "1")
+    model = common.load(pack_file, args)
+    assert model.request.mode == "parity"
+    assert "HSWQ_ZI_FORCE_PARITY=1" in model.report().requested_mode
+
+
+def test_a_result_that_cannot_be_written_is_code_2(pack_file, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["inspect", pack_file, "--json", str(tmp_path / "file" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_bench_times_a_product(tmp_path, capsys):
+    arguments = ["bench", "--device", "cpu", "--shape", "32", "64", "--rows", "2", "--repeats", "1"]
+    assert main([*arguments, "--json", str(tmp_path / "b.json")]) == 0
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
+def test_lab_without_a_folder_is_refused(tmp_path, capsys):
+    assert main(["lab", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_lab_is_loopback_with_a_token_that_is_no_argument(tmp_path, monkeypatch):
+    seen = {}
+
+    def run(command, env, check):
+        seen.update(command=command, env=env, check=check)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("hswq_lab.cli.lab.subprocess.run", run)
+    monkeypatch.delenv("JUPYTER_TOKEN", raising=False)
+    assert main(["lab", str(tmp_path), "--no-browser"]) == 0
+    assert "--ip=127.0.0.1" in seen["command"]
+    assert len(seen["env"]["JUPYTER_TOKEN"]) >= 24
+    assert seen["env"]["JUPYTER_TOKEN"] not in " ".join(seen["command"])
+
+
+def test_a_bar_in_a_log_is_lines_and_says_how_long(capsys):
+    with common.bar("packing") as progress:
+        progress(0, 2, "a")
+        progress(2, 2, "b")
+    assert capsys.readouterr().err.startswith("packing: done in ")
