@@ -14,6 +14,7 @@ import torch
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.executors import local_pool
 from hswq_lab.jobs import Job
+from hswq_lab.model import Model
 from hswq_lab.trajectory import compare
 from hswq_lab.trajectory.compare import compare_runs, pair
 
@@ -143,6 +144,17 @@ def test_prompts_pair_with_seeds_or_one_goes_with_all(tiny_model):
 def test_what_does_not_pair_is_refused(tiny_model, variants, seeds, prompts, match):
     with pytest.raises(HswqError, match=match):
         compare(tiny_model, variants, seeds, prompts, steps=1)
+
+
+def test_shift_and_size_are_the_references_whatever_a_variant_would_take(tiny_model, tiny_checkpoint):
+    odd = replace(tiny_model.companion, shift=6.0, size=(32, 32))
+    other = Model(tiny_checkpoint, name="odd", companion=odd)
+    report = compare(tiny_model, {"odd": other}, SEEDS[:1], steps=2)
+    assert (report.shift, report.size) == (tiny_model.default_shift, (16, 16))
+    assert report.of("odd")[0].final_cos == pytest.approx(1)
+    asked = compare(tiny_model, {"odd": other}, SEEDS[:1], steps=2, shift=2.0, size=(16, 32))
+    assert (asked.shift, asked.size) == (2.0, (16, 32))
+    assert asked.variant_runs["odd"][0].final.shape == (16, 4, 8)
 
 
 def test_nothing_to_compare_is_refused(tiny_model):
