@@ -41,10 +41,10 @@ def fused_slot(name: str, parts: Sequence[Slot]) -> FusedSlot:
     """
     entries = [part.entry for part in parts]
     first = entries[0]
-    for entry in entries[1:]:
+    for entry in entries:
         mine = (first.format, first.group, first.dtype, first.shape[1:])
         theirs = (entry.format, entry.group, entry.dtype, entry.shape[1:])
-        if mine != theirs:
+        if mine != theirs or not entry.shape:
             raise HswqError(
                 "weights that the native layout holds as one are stored differently and cannot be joined",
                 tensor=name,
