@@ -1,0 +1,177 @@
+"""Panel: what every widget of the workbench is made of: progress, cancel, errors, exports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ipywidgets
+
+from hswq_lab.errors import HswqError
+from hswq_lab.export import why_no_static_export
+from hswq_lab.widgets import markup
+from hswq_lab.widgets.latest import Latest
+
+if TYPE_CHECKING:
+    from hswq_lab.jobs import Job
+    from hswq_lab.progress import Progress
+    from hswq_lab.results import Result
+
+FORMS: Final = ("png", "svg", "html", "csv", "json")
+_TICK = 0.1  # seconds between two repaints of the progress
+
+
+class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """A widget with a title, its own controls, and the frame that all panels share.
+
+    Work runs in a Job through `start`; whatever fails, in a handler or in a job, is shown in the panel.
+
+    Args:
+        title: plain text.
+        note: a line under the title, plain text.
+        body: the panel's own widgets.
+        css_class: a handle for style sheets and tests.
+        folder: where exports are written.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        note: str,
+        body: Sequence[ipywidgets.Widget],
+        *,
+        css_class: str,
+        folder: Path | str = "exports",
+    ) -> None:
+        self._folder = Path(folder)
+        self._name = css_class
+        self._work = Latest(self._job_changed)
+        self._writing = Latest(self._job_changed, delay=0)  # an export does not replace the work that runs
+        self._painted = 0.0
+        self._error_lock = threading.Lock()
+        self.errors = ipywidgets.HTML()
+        self.status = ipywidgets.HTML()
+        self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
+        self.cancel_button = ipywidgets.Button(description="Cancel", tooltip="stop this work", icon="stop")
+        self.cancel_button.on_click(lambda _: self.cancel())
+        self._running = ipywidgets.HBox([self.bar, self.cancel_button], layout={"display": "none"})
+        self.export_buttons = {form: self._export_button(form) for form in FORMS}
+        self._exports = ipywidgets.HBox(list(self.export_buttons.values()), layout={"display": "none"})
+        head = ipywidgets.HTML(markup.style_sheet() + markup.heading(title, note))
+        frame = ipywidgets.HBox([self._running, self.status], layout={"align_items": "center"})
+        super().__init__([head, *body, frame, self.errors, self._exports])
+        self.add_class("hswq-panel")
+        self.add_class(css_class)
+
+    # -- work ------------------------------------------------------------------------------------------------
+
+    def start(self, work: Callable[..., Any], then: Callable[[Any], None]) -> None:
+        """Runs `work(progress=…)` in a thread, then `then(result)`; a newer start replaces this one."""
+        self.errors.value = ""
+        self._work.request(work, self.guarded(then))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until no work runs or waits, for scripts and tests; False if that took too long."""
+        return self._work.wait(timeout) and self._writing.wait(timeout)
+
+    def cancel(self) -> None:
+        """Stops the work at its next unit."""
+        self._work.cancel()
+        self._writing.cancel()
+
+    def guarded(self, handler: Callable[..., Any]) -> Callable[..., None]:
+        """The handler, with every exception shown in the panel: in a notebook nothing else would show it."""
+
+        @wraps(handler)
+        def safe(*args: object, **kwargs: object) -> None:
+            try:
+                handler(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the panel is where the user can see it
+                self.show_error(error)
+
+        return safe
+
+    def show_error(self, error: BaseException) -> None:
+        """Shows an exception until the next work starts."""
+        with self._error_lock:
+            self.errors.value = markup.error_box(error)
+
+    def say(self, text: str) -> None:
+        """Shows a line in the status."""
+        self.status.value = markup.status(text)
+
+    def close(self) -> None:
+        """Stops the work and frees the widgets."""
+        self.cancel()
+        for child in self.children:
+            child.close()
+        super().close()
+
+    def _job_changed(self, job: Job[Any]) -> None:
+        ended = job.state != "running"
+        if not ended and time.monotonic() - self._painted < _TICK:
+            return
+        self._painted = time.monotonic()
+        self._running.layout.display = "none" if ended else ""
+        if job.state == "failed" and job.error is not None:
+            self.status.value = ""
+            self.show_error(job.error)
+        elif job.state == "cancelled":
+            self.say("cancelled")
+        elif ended:
+            self.status.value = ""
+        else:
+            self.bar.value = job.done / job.total if job.total else 0.0
+            self.say(f"{job.label}{_time_left(job.seconds_left)}")
+
+    # -- exports ---------------------------------------------------------------------------------------------
+
+    def result(self) -> Result | None:
+        """What the export buttons write; None while there is nothing."""
+        return None
+
+    def allow_exports(self) -> None:
+        """Shows the export buttons; to be called once `result` has something."""
+        self._exports.layout.display = ""
+
+    def export(self, form: str) -> Path:
+        """Writes the result as "png", "svg", "html", "csv" or "json" and returns the file.
+
+        Raises:
+            HswqError: there is nothing to export yet, or this form is not possible here.
+        """
+        result = self.result()
+        if result is None:
+            raise HswqError("there is nothing to export yet", fix="run something first")
+        if form in ("png", "svg") and (why := why_no_static_export()) is not None:
+            raise HswqError("a static picture cannot be made here", found=why, fix="export HTML instead")
+        return result.save(self._folder / f"{self._name}.{form}")
+
+    def _export_button(self, form: str) -> ipywidgets.Button:
+        button = ipywidgets.Button(
+            description=form.upper(), tooltip=f"export as {form.upper()}", layout={"width": "72px"}
+        )
+
+        def write(_: object) -> None:
+            self.errors.value = ""
+            written = self.guarded(lambda path: self.say(f"written: {path}"))
+            self._writing.request(lambda progress: self._exported(form, progress), written)
+
+        button.on_click(self.guarded(write))
+        return button
+
+    def _exported(self, form: str, progress: Progress) -> Path:
+        progress(0, 1, f"writing {form.upper()}")
+        path = self.export(form)
+        progress(1, 1, "written")
+        return path
+
+
+def _time_left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f", {seconds:.0f} s left" if seconds < 100 else f", {seconds / 60:.0f} min left"
