@@ -19,7 +19,18 @@ from torch.nn import functional
 from hswq_lab.errors import HswqError
 from hswq_lab.models.zimage_config import FULL, MINI, PATCH, ZImageConfig
 
-__all__ = ["FULL", "MINI", "PATCH", "ZImage", "ZImageConfig", "linear_layers", "padded_length", "rope_table"]
+__all__ = [
+    "FULL",
+    "MINI",
+    "PATCH",
+    "LinearFactory",
+    "ZImage",
+    "ZImageConfig",
+    "dense_linear",
+    "linear_layers",
+    "padded_length",
+    "rope_table",
+]
 
 LinearFactory = Callable[[str, int, int, bool], nn.Module]
 """(layer name, in_features, out_features, bias) -> the module that stands for this Linear."""
