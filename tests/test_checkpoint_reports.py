@@ -86,9 +86,15 @@ class TestInspect:
         frame = report.to_frame()
         assert len(frame) == 5
         assert frame.set_index("name").loc["a.weight", "scale_input_scale"] == 0.25
+        assert "<img" not in report.save(tmp_path / "r.html").read_text()
         report.save(tmp_path / "r.csv")
         assert json.loads(report.save(tmp_path / "r.json").read_text())["rows"][0]["name"] == "a.weight"
         assert "1 layers nvfp4, rotated by 256, calibrated" in str(report)
+
+    def test_names_from_a_file_are_text_in_html(self, tmp_path):
+        file = save(tmp_path / "x.safetensors", {"<img onerror=alert(1)>": torch.zeros(2)})
+        for report in (inspect(file), check(file), diff(file, file)):
+            assert "<img" not in report.save(tmp_path / "r.html").read_text()
 
     def test_values_in_memory_are_inspected_too(self, pack):
         opened = Checkpoint.open(pack)
@@ -207,6 +213,42 @@ class TestCheck:
         assert (layout.scales, layout.how) == ("linear", "shape")
         (layout,) = check(save(tmp_path / "y.safetensors", parts("a", packed))).layout.layers
         assert (layout.scales, layout.how) == ("swizzled", "shape")
+
+
+class TestCompleteness:
+    def test_a_whole_model_is_complete_whatever_the_shape_of_its_pad_tokens(self, tiny_tensors, tmp_path):
+        assert not rules(check(save(tmp_path / "x.safetensors", tiny_tensors)))
+        flat = tiny_tensors | {"x_pad_token": tiny_tensors["x_pad_token"].reshape(-1)}
+        report = check(save(tmp_path / "y.safetensors", flat | {"more": torch.zeros(1)}))
+        assert report.ok
+        (finding,) = (each for each in report.findings if each.rule == "family")
+        assert (finding.severity, finding.tensor) == ("info", "more")
+
+    def test_what_is_missing_or_misshapen_is_named(self, tiny_tensors, tmp_path):
+        tensors = dict(tiny_tensors)
+        del tensors["layers.1.attention.out.weight"]
+        tensors["layers.1.attention.k_norm.weight"] = torch.ones(8)
+        report = check(save(tmp_path / "x.safetensors", tensors))
+        named = {finding.tensor for finding in report.findings if finding.severity == "error"}
+        assert named == {"layers.1.attention.out.weight", "layers.1.attention.k_norm.weight"}
+
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("layers.0.attention.q_norm.weight", ()),
+            ("layers.0.attention.q_norm.weight", (0,)),
+            ("layers.0.feed_forward.w1.weight", (0, 64)),
+            ("x_embedder.weight", (64, 0)),
+            (f"layers.{'9' * 5000}.x", (1,)),
+            ("layers.\u0664.x", (1,)),
+        ],
+    )
+    def test_hostile_sizes_are_no_known_model_or_wrong_shapes(self, tiny_tensors, tmp_path, name, shape):
+        report = check(save(tmp_path / "x.safetensors", tiny_tensors | {name: torch.zeros(shape)}))
+        assert "family" in rules(report) + rules(report, "info")
+
+    def test_another_model_is_said_to_be_unknown(self, pack):
+        assert "family" in rules(check(pack), "info")
 
 
 class TestDiff:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hswq_lab.checkpoint.anything import as_checkpoint
 from hswq_lab.checkpoint.closeness import closeness, dense
+from hswq_lab.checkpoint.completeness import completeness
 from hswq_lab.checkpoint.findings import Finding, from_error
 from hswq_lab.checkpoint.layout import LayerLayout, LayoutReport, examine, judge
 from hswq_lab.checkpoint.opening import open_files
@@ -67,6 +68,9 @@ class CheckReport(Result):
     findings: list[Finding]
     layers: list[LayerCheck] = field(repr=False)
     layout: LayoutReport = field(repr=False)
+
+    def _plot(self) -> str:
+        return ""
 
     def to_frame(self) -> pd.DataFrame:
         """One row a finding."""
@@ -141,6 +145,8 @@ class _Checker:
         for done, name in enumerate(names):
             progress(done, len(names), name)
             self._check(name)
+        shapes = {name: slot.entry.shape for name, slot in self._slots.items()}
+        self.findings += completeness(shapes)
         packed = [slot.entry for slot in self._slots.values() if slot.entry.format == "nvfp4"]
         missing = [entry.name for entry in packed if not entry.calibrated]
         if missing:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from hswq_lab.checkpoint.checkpoint import Checkpoint
+from hswq_lab.checkpoint.anything import as_checkpoint
 from hswq_lab.formats import unswizzle
 from hswq_lab.formats._rows import ceil_to
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
-    import os
-
     from torch import Tensor
 
+    from hswq_lab.checkpoint.anything import Anything
     from hswq_lab.checkpoint.slots import Entry, Slot
 
 
@@ -82,6 +81,9 @@ class InspectReport(Result):
     metadata: dict[str, str] = field(repr=False)
     rows: list[InspectRow] = field(repr=False)
 
+    def _plot(self) -> str:
+        return ""
+
     def to_frame(self) -> pd.DataFrame:
         """One row a name; scale statistics in columns of their own."""
         return pd.DataFrame([_flat(row) for row in self.rows])
@@ -115,14 +117,16 @@ class InspectReport(Result):
         return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
-def inspect(checkpoint: Checkpoint | str | os.PathLike[str]) -> InspectReport:
+def inspect(checkpoint: Anything) -> InspectReport:
     """Look into a checkpoint: headers, markers and scales are read, codes and 16-bit tensors are not.
+
+    Args:
+        checkpoint: a Checkpoint, a Model, or a path.
 
     Raises:
         HswqError: the file cannot be opened; see `Checkpoint.open`.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint.open(checkpoint)
+    checkpoint = as_checkpoint(checkpoint)
     return InspectReport(
         path=str(checkpoint.path or "in memory"),
         prefix=checkpoint.prefix,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +28,11 @@ class ZImageConfig:
     time_hidden: int = 1024
 
     def __post_init__(self) -> None:
-        if self.head_dim % 16 or self.dim % self.head_dim:
+        if min(dataclasses.astuple(self)) < 1 or self.head_dim % 16 or self.dim % self.head_dim:
             raise HswqError(
                 "these sizes make no Z-Image network",
-                found=f"dim {self.dim}, head dimension {self.head_dim}",
-                expected="a head dimension that is a multiple of 16 and divides dim",
+                found=f"dim {self.dim}, head dimension {self.head_dim}; {self}",
+                expected="positive sizes, a head dimension that is a multiple of 16 and divides dim",
             )
 
     @property
@@ -59,7 +61,7 @@ class ZImageConfig:
             dim=dim,
             n_layers=_count_blocks(shapes, "layers"),
             n_refiners=_count_blocks(shapes, "noise_refiner"),
-            head_dim=_shape(shapes, "layers.0.attention.q_norm.weight")[0],
+            head_dim=math.prod(_shape(shapes, "layers.0.attention.q_norm.weight")),
             ffn_dim=_matrix(shapes, "layers.0.feed_forward.w1.weight")[0],
             cap_dim=_matrix(shapes, "cap_embedder.1.weight")[1],
             in_channels=patch_values // PATCH**2,
@@ -90,7 +92,7 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]
 
 
 def _count_blocks(shapes: Iterable[str], stack: str) -> int:
-    pattern = re.compile(rf"{stack}\.(\d+)\.")
+    pattern = re.compile(rf"{stack}\.([0-9]{{1,6}})\.")
     numbers = {int(match[1]) for match in map(pattern.match, shapes) if match}
     if numbers != set(range(len(numbers))) or not numbers:
         raise HswqError(
