@@ -198,8 +198,12 @@ def test_sizes_that_cannot_be_read_are_refused():
     gap = {name: shape for name, shape in shapes.items() if not name.startswith("layers.3.")}
     with pytest.raises(HswqError, match="not numbered"):
         ZImageConfig.from_shapes(gap)
-    with pytest.raises(HswqError, match="head dimension 24"):
+    with pytest.raises(HswqError, match="head_dim=24"):
         ZImageConfig.from_shapes({**shapes, "layers.0.attention.q_norm.weight": (24,)})
+    with pytest.raises(HswqError, match="positive sizes"):
+        ZImageConfig.from_shapes({**shapes, "cap_embedder.1.weight": (256, 0)})
+    with pytest.raises(HswqError, match="head_dim=1"):
+        ZImageConfig.from_shapes({**shapes, "layers.0.attention.q_norm.weight": ()})
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 32), (32, 32), (33, 64)])
