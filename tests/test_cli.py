@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hswq_lab import cli
+from hswq_lab import cli, session
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.cli import common, files, main
 from hswq_lab.errors import Cancelled, HswqError
@@ -245,7 +245,7 @@ def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_fil
 
 
 def test_the_environment_chooses_the_mode_and_the_warning_comes_once(pack_file, monkeypatch, capsys):
-    common.warn_once.cache_clear()
+    session.warn_once.cache_clear()
     monkeypatch.setenv("HSWQ_ZI_FORCE_TC", "1")
     args = Namespace(device="cpu", threads=1)
     for _ in range(2):

@@ -1,0 +1,98 @@
+"""What command line and notebooks share: a progress bar, models in the mode that the environment asks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import tqdm as terminal
+from tqdm import notebook
+
+from hswq_lab.loading import load
+from hswq_lab.modes import request_from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from hswq_lab.model import Model
+    from hswq_lab.progress import Progress
+
+LOG_INTERVAL = 5.0
+"""Seconds between the lines of a bar that goes into a log."""
+
+
+def open_model(path: str | os.PathLike[str], device: str | torch.device | None = None) -> Model:
+    """`hl.load` in the mode of HSWQ_ZI_FORCE_PARITY=1 or HSWQ_ZI_FORCE_TC=1; warnings go to stderr.
+
+    The library itself reads no environment: only a command line or a notebook calls this.
+
+    Args:
+        path: "mini-zimage", a file, or a diffusers folder.
+        device: "cpu", "cuda", …; a GPU if there is one by default.
+
+    Raises:
+        HswqError: as `hl.load`.
+    """
+    request, warning = request_from_environment(os.environ)
+    if warning is not None:
+        warn_once(warning)
+    model = load(
+        path, device=device, mode=request.mode, uncalibrated=request.uncalibrated, origin=request.origin
+    )
+    for text in model.checkpoint.warnings:
+        warn(text)
+    return model
+
+
+def warn(text: object) -> None:
+    """A warning, on stderr."""
+    sys.stderr.write(f"hswq-lab: warning: {text}\n")
+
+
+@cache
+def warn_once(text: str) -> None:
+    """A warning that one process gives once, however many models it concerns."""
+    warn(text)
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Progress]:
+    """A progress bar with time left, as the `progress` of a call: in a notebook, a terminal, or a log."""
+    if "ipykernel" in sys.modules:
+        yield from _painted(notebook.tqdm(desc=title, unit=""))
+    elif sys.stderr.isatty():
+        layout = "{l_bar}{bar}| {elapsed}<{remaining} {postfix}"
+        yield from _painted(terminal.tqdm(desc=f"{title:<12}", dynamic_ncols=True, bar_format=layout))
+    else:
+        yield from _lines(title)
+
+
+def _painted(drawn: Any) -> Iterator[Progress]:  # noqa: ANN401  # tqdm's two bars have no common type
+    def progress(done: int, total: int, label: str) -> None:
+        if drawn.total != total:
+            drawn.reset(total)
+        drawn.set_postfix_str(label[-40:], refresh=False)
+        drawn.update(done - drawn.n)
+
+    with drawn:
+        yield progress
+        progress(drawn.total or 1, drawn.total or 1, "done")
+
+
+def _lines(title: str) -> Iterator[Progress]:
+    start = last = time.monotonic()
+
+    def progress(done: int, total: int, label: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > LOG_INTERVAL:
+            last = time.monotonic()
+            sys.stderr.write(f"{title}: {100 * done // max(total, 1)} % ({label})\n")
+
+    yield progress
+    sys.stderr.write(f"{title}: done in {time.monotonic() - start:.1f} s\n")
