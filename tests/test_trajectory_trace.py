@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 
 from hswq_lab.errors import HswqError
 from hswq_lab.models.sampler import Step, euler, sigmas, starting_noise
+from hswq_lab.trajectory import pictures
+from hswq_lab.trajectory.compare import compare_runs
 from hswq_lab.trajectory.pictures import PictureDistance, distance, lpips_available, psnr, ssim
 from hswq_lab.trajectory.trace import SeedTrace, cosines, squared_errors, trace
 
@@ -172,3 +177,47 @@ def test_without_a_codec_there_are_no_pictures(make_run):
     found = distance(make_run(codec=False), make_run())
     assert math.isnan(found.ssim)
     assert found.lpips is None
+
+
+class FakeLpips:
+    """Stands for the package: mean absolute difference of what it is handed, which must lie in −1 … 1."""
+
+    def __init__(self, net, verbose):
+        assert (net, verbose) == ("alex", False)
+
+    def __call__(self, a, b):
+        assert a.shape == (1, 3, 16, 16)
+        assert a.min() >= -1
+        assert a.min() < 0
+        return (a - b).abs().mean()
+
+
+@pytest.fixture
+def lpips(monkeypatch):
+    module = ModuleType("lpips")
+    module.__spec__ = ModuleSpec("lpips", None)
+    module.LPIPS = FakeLpips
+    monkeypatch.setitem(sys.modules, "lpips", module)
+    pictures._lpips_network.cache_clear()
+    yield module
+    pictures._lpips_network.cache_clear()
+
+
+def test_lpips_is_measured_where_its_package_is(make_run, lpips):
+    reference, other = make_run(), make_run(error=0.5)
+    found = distance(reference, other).lpips
+    a, b = (run.pixels().astype("float64") / 255 for run in (reference, other))
+    assert found == pytest.approx(2 * abs(a - b).mean(), rel=1e-5)
+    report = compare_runs([reference], {"v": [other]})
+    assert list(report.summary()["lpips"]) == [found]
+    assert report.to_dict()["summary"][0]["lpips"] == found
+
+
+def test_lpips_without_its_weights_is_one_clear_message(make_run, lpips, monkeypatch):
+    def offline(net, verbose):
+        raise OSError("no network")
+
+    monkeypatch.setattr(lpips, "LPIPS", offline)
+    with pytest.raises(HswqError, match="AlexNet weights") as caught:
+        distance(make_run(), make_run())
+    assert "uninstall lpips" in caught.value.fix
