@@ -21,7 +21,8 @@ def ranges_figure(report: CalibrationReport) -> go.Figure:
     names = style.texts(row.layer for row in rows)
     figure = style.new_figure(
         "Range of each layer's rotated inputs",
-        f"{report.model} ({report.source}), {len(report.prompts)} prompts, {report.steps} steps; "
+        f"{report.model} ({report.source}), {style.count(len(report.prompts), 'prompt')}, "
+        f"{style.count(report.steps, 'step')}; "
         f"{len(report.exceeding)} layers exceed their scale, {len(report.unreached)} not reached",
         height=520 if len(rows) <= MOST_LABELS else 440,
     )

@@ -33,7 +33,8 @@ def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "n
     figure = style.new_figure(
         f"Impact of each layer in {style.format_name(form)}",
         "‖x − x_ref‖² / ‖x_ref‖² of the final latent with only this layer quantised; "
-        f"{len(report.seeds)} seeds, {report.steps} steps, 95 % interval of the mean",
+        f"{style.count(len(report.seeds), 'seed')}, {style.count(report.steps, 'step')}"
+        + (", 95 % interval of the mean" if len(report.seeds) > 1 else ""),
         height=520 if len(layers) <= MOST_LABELS else 440,
     )
     for kind in dict.fromkeys(chosen.values()):
@@ -78,8 +79,8 @@ def pareto_figure(report: ParetoReport) -> go.Figure:
     """Measured packs: bits a weight against 1 − final cosine, mean and worst seed, the front joined."""
     figure = style.new_figure(
         "What the measured plans reach",
-        f"{report.model} in mode {report.mode}; {len(report.seeds)} seeds, {report.steps} steps. "
-        "Lower and further left is better.",
+        f"{report.model} in mode {report.mode}; {style.count(len(report.seeds), 'seed')}, "
+        f"{style.count(report.steps, 'step')}. Lower and further left is better.",
     )
     front = report.front()
     figure.add_trace(

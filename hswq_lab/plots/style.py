@@ -96,6 +96,11 @@ def texts(values: Iterable[object]) -> list[str]:
     return [text(value) for value in values]
 
 
+def count(number: int, noun: str) -> str:
+    """The number with its noun: 1 seed, 20 seeds."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def new_figure(title: str, subtitle: str = "", height: int = 460) -> go.Figure:
     """An empty figure in the package's look.
 

@@ -57,7 +57,8 @@ def divergence_figure(report: TrajectoryReport, seed: int | None = None) -> go.F
 
 
 def _subtitle(report: TrajectoryReport) -> str:
-    settings = f"{len(report.seeds)} seeds, {report.steps} steps, cfg {report.cfg:g}, shift {report.shift:g}"
+    runs = f"{style.count(len(report.seeds), 'seed')}, {style.count(report.steps, 'step')}"
+    settings = f"{runs}, cfg {report.cfg:g}, shift {report.shift:g}"
     return f"1 − cos(variant, {report.model}) after each step; {settings}. Lower is better."
 
 

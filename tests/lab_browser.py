@@ -1,0 +1,189 @@
+"""JupyterLab and a headless Chromium for tests: start both, run a notebook, use its widgets as a person would."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+CHROMIUM_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+        "doNotDisturbMode": True,
+    },
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
+}
+
+
+class LabServer:
+    """A JupyterLab on the loopback interface with all of its files in one folder; a context manager.
+
+    Args:
+        folder: an empty folder; notebooks go to its "work" folder.
+        theme: "JupyterLab Light" or "JupyterLab Dark".
+    """
+
+    def __init__(self, folder: Path, theme: str = "JupyterLab Light") -> None:
+        self.root = folder / "work"
+        self.root.mkdir()
+        self.token = secrets.token_hex(16)
+        self.port = _free_port()
+        self._folder = folder
+        settings = SETTINGS | {"@jupyterlab/apputils-extension/themes": {"theme": theme}}
+        for name, content in settings.items():
+            plugin, _, part = name.rpartition("/")
+            path = folder / "settings" / plugin / f"{part}.jupyterlab-settings"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content))
+
+    def __enter__(self):
+        options = {
+            "IdentityProvider.token": self.token,
+            "ServerApp.root_dir": self.root,
+            "ServerApp.port_retries": 0,
+            "ServerApp.terminals_enabled": False,
+            "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
+            "LabApp.news_url": None,
+            "LabApp.extension_manager": "readonly",
+        }
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+        command += [f"--port={self.port}", *(f"--{name}={value}" for name, value in options.items())]
+        folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+        environment = {**os.environ, **{name: str(self._folder / name) for name in folders}}
+        environment["JUPYTERLAB_SETTINGS_DIR"] = str(self._folder / "settings")
+        environment["JUPYTERLAB_WORKSPACES_DIR"] = str(self._folder / "workspaces")
+        log = (self._folder / "server.log").open("w")
+        self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        log.close()
+        self._wait(lambda: self.rest("status") is not None, 90, "the server did not start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def rest(self, what: str):
+        """The answer of the server's REST interface; None while it does not answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/api/{what}", headers={"Authorization": f"token {self.token}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+    def wait_for_kernel(self) -> None:
+        """Waits until a kernel is idle and the page is connected to it."""
+
+        def ready() -> bool:
+            kernels = [session["kernel"] for session in self.rest("sessions") or []]
+            return any(k["execution_state"] == "idle" and k["connections"] >= 1 for k in kernels)
+
+        self._wait(ready, 90, "no kernel came up")
+
+    def _wait(self, ready, seconds: float, problem: str) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise RuntimeError(f"{problem}\n{(self._folder / 'server.log').read_text()[-3000:]}")
+            time.sleep(0.2)
+
+
+class LabPage:
+    """A notebook in a browser page; keeps whatever the page complains about in `complaints`."""
+
+    def __init__(self, page, server: LabServer) -> None:
+        self.page = page
+        self.server = server
+        self.complaints: list[str] = []
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+
+    def open(self, notebook: Path, **parameters: object) -> None:
+        """Copies a notebook into the server's folder, with other parameters, and opens it."""
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
+        for cell in content["cells"]:
+            if "parameters" in cell["metadata"].get("tags", []):
+                cell["source"] = [*cell["source"], "\n", *lines]
+        (self.server.root / notebook.name).write_text(json.dumps(content), encoding="utf-8")
+        address = f"http://127.0.0.1:{self.server.port}/lab/workspaces/e2e/tree/{notebook.name}"
+        self.page.goto(f"{address}?reset&token={self.server.token}")
+        self.page.wait_for_selector(".jp-NotebookPanel .jp-Notebook", timeout=60_000)
+        self.server.wait_for_kernel()
+
+    def run_all(self, seconds: float = 240) -> None:
+        """Runs every cell and waits until each prompt has a number; fails at an error output."""
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.locator(".lm-Menu-item", has_text="Run All Cells").first.click()
+        self.page.wait_for_function(
+            """() => {
+              const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(p => p.textContent);
+              const errors = document.querySelectorAll('[data-mime-type*="jupyter.error"]').length;
+              return errors > 0 || prompts.every(text => /\\[\\d+\\]/.test(text));
+            }""",
+            timeout=1000 * seconds,
+        )
+        assert self.page.locator('[data-mime-type*="jupyter.error"]').all_text_contents() == []
+        assert self.page.locator('[data-mime-type*="stderr"]').all_text_contents() == []
+
+    def panel(self, css_class: str):
+        """The panel with a class, scrolled into view."""
+        found = self.page.locator(f".jp-OutputArea-output .{css_class}").first
+        found.scroll_into_view_if_needed()
+        return found
+
+    def screenshot(self, element, path: Path) -> None:
+        """A picture of an element."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        element.screenshot(path=str(path))
+
+
+def why_no_browser_test() -> str | None:
+    """None where a browser test can run, else what is missing."""
+    for module in ("playwright", "jupyterlab"):
+        if shutil.which("python") and not _has(module):
+            return f"the package {module} is not installed"
+    return None if chromium() else "no Chromium was found"
+
+
+def chromium() -> str | None:
+    """The browser for the tests."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def _has(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
