@@ -195,7 +195,7 @@ class _Checker:
     def _check_value(self, slot: Slot, value: Value, wanted: Tensor | None) -> None:
         entry = slot.entry
         values = dense(value)
-        if values.is_floating_point() and not bool(torch.isfinite(values.float()).all()):
+        if values.is_floating_point() and values.numel() and not _finite(values):
             self._find("error", "not-finite", "the values hold NaN or infinity", entry.name)
         if wanted is None:
             return
@@ -216,3 +216,9 @@ class _Checker:
         elif not 0.8 < match.gain < 1.25:
             problem = "the layer has its source's direction but not its size: a scale is wrong"
             self._find("error", "source", problem, entry.name, f"source = {match.gain:.4g} × layer")
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite: with a NaN anywhere, smallest and largest are NaN."""
+    extremes = torch.aminmax(values if values.dtype.itemsize > 1 else values.float())
+    return all(math.isfinite(float(value)) for value in extremes)
