@@ -47,8 +47,9 @@ class HswqError(Exception):
         return "; ".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments do not survive pickling by themselves; worker processes send these errors back.
-        return (_rebuild, (type(self), self.problem, self.file, self.tensor, self.found, self.expected, self.fix))
+        # Keyword-only arguments do not survive pickling by themselves; workers send these errors back.
+        fields = (self.problem, self.file, self.tensor, self.found, self.expected, self.fix)
+        return (_rebuild, (type(self), *fields))
 
 
 def _rebuild(
@@ -63,5 +64,5 @@ def _rebuild(
     return kind(problem, file=file, tensor=tensor, found=found, expected=expected, fix=fix)
 
 
-class Cancelled(HswqError):
+class Cancelled(HswqError):  # noqa: N818 - it is no error
     """Raised between two units of work after the user asked to stop; nothing half-done is left behind."""

@@ -1,4 +1,4 @@
-"""A piece of long work in a thread: progress, cancel, result, error; what every widget and script waits on."""
+"""A piece of long work in a thread: progress, cancel, result, error; what widgets and scripts wait on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Job(Generic[T]):
         self._cancel.set()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits for the end and returns the result, or raises what the work raised (`Cancelled` after a cancel).
+        """Waits for the end; returns the result, or raises what the work raised (`Cancelled` after a cancel).
 
         Raises:
             HswqError: the job was never started, or is still running after `timeout` seconds.
@@ -87,7 +87,7 @@ class Job(Generic[T]):
             state = "done"
         except Cancelled as error:
             self.error, state = error, "cancelled"
-        except BaseException as error:  # every failure of the work belongs to whoever waits or watches
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits or watches
             self.error, state = error, "failed"
         self.state = state
         self._finished.set()

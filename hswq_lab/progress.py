@@ -22,14 +22,14 @@ def silent(done: int, total: int, label: str) -> None:
     """The progress of a caller who did not ask for any."""
 
 
-def part(progress: Progress, first: int, last: int, total: int, name: str | None = None) -> Progress:
-    """The progress of a sub-task that fills units `first` to `last` of a larger task's `total`.
+def part(progress: Progress, first: int, last: int, whole: int, name: str | None = None) -> Progress:
+    """The progress of a sub-task that fills units `first` to `last` of a larger task's `whole`.
 
     A `name` stands for the labels of the sub-task's own units.
     """
 
-    def inner(done: int, inner_total: int, label: str) -> None:
-        span = last - first
-        progress(first + (span * done) // max(inner_total, 1), total, label if name is None else name)
+    def inner(done: int, total: int, label: str) -> None:
+        units = (last - first) * done // max(total, 1)
+        progress(first + units, whole, label if name is None else name)
 
     return inner

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _TABLE_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;"
+    "color:#222;background:#fff}table{border-collapse:collapse;font-size:13px}"
+    "td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right}"
     "th{background:#f4f4f4}td:first-child,th:first-child{text-align:left}"
 )
 
@@ -37,7 +38,7 @@ class Result:
     def figure(self) -> go.Figure:
         """The plot of this result."""
         # The one upward import of the package: plots know every result, results know no plot.
-        from hswq_lab.plots import figure_of
+        from hswq_lab.plots import figure_of  # noqa: PLC0415
 
         return figure_of(self)
 
@@ -62,7 +63,7 @@ class Result:
             case ".html":
                 write_text(target, self._page())
             case ".png" | ".svg" | ".pdf":
-                from hswq_lab.export import save_figure
+                from hswq_lab.export import save_figure  # noqa: PLC0415 - export imports this module
 
                 save_figure(self.figure(), target)
             case other:
@@ -95,7 +96,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -109,7 +110,7 @@ def is_saved(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("saved", True))
 
 
-def json_ready(value: Any) -> Any:
+def json_ready(value: Any) -> Any:  # noqa: ANN401, PLR0911 - anything comes in, a case each
     """Turns dataclasses, tensors, arrays, paths and non-finite numbers into what strict JSON can hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

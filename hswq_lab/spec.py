@@ -21,7 +21,6 @@ from hswq_lab import ops
 from hswq_lab.assembly import SharedWeights
 from hswq_lab.attachments import Attachment, Way
 from hswq_lab.checkpoint import Checkpoint, Reading
-from hswq_lab.checkpoint.readings import COMFY
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LoraFile, load_lora
 from hswq_lab.model import Model
@@ -41,7 +40,7 @@ class FileSpec:
 
     path: str
     sha256: str
-    reading: Reading = COMFY
+    reading: Reading | None = None
     shapes: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def open(self) -> Checkpoint:

@@ -19,13 +19,20 @@ def counted(progress):
 
 
 def test_a_job_ends_with_its_result():
-    ticks = []
-    job = Job(counted, on_change=lambda job: ticks.append((job.state, job.done, job.total, job.label)))
+    ticks, told = [], threading.Event()
+
+    def watch(job):
+        ticks.append((job.state, job.done, job.total, job.label))
+        if job.state == "done":
+            told.set()
+
+    job = Job(counted, on_change=watch)
     assert job.state == "idle"
     assert job.start().wait(10) == "result"
     assert job.state == "done"
     assert job.error is None
     assert ticks[:5] == [("running", n, 4, f"unit {n}") for n in range(5)]
+    assert told.wait(10)
     assert ticks[-1][0] == "done"
 
 

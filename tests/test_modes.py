@@ -62,7 +62,7 @@ def test_unknown_words_are_refused():
     with pytest.raises(HswqError, match="uncalibrated"):
         ModeRequest("tc", "guess")
     with pytest.raises(HswqError, match="no arithmetic"):
-        resolved(form="mxfp8")
+        resolved(form="int3_of_tomorrow")
 
 
 @pytest.mark.parametrize(
