@@ -80,6 +80,19 @@ class TestFp4Gemm:
         expected = exact_gemm((x_codes, x_scales), (w_codes, w_scales), alpha, bias, dtype)
         assert [Fraction(float(v)) for v in y.flatten()] == expected
 
+    def test_one_rounding(self):
+        # 1 + 2^-8 is a tie in bf16, which a bias of 2^-40 decides; by way of fp32 it would be lost.
+        codes = torch.zeros(16, 16, dtype=torch.uint8)
+        codes[0, ::8] = 0x20  # 1.0 at the start of both blocks
+        one, both = torch.zeros(128, 4, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)
+        one[0, :2] = 0x38  # 1
+        both[0, :2] = torch.tensor([0x38, 0x02])  # 1, 2^-8
+        x_scales, w_scales = (scales.view(torch.float8_e4m3fn) for scales in (one, both))
+        args = (codes, x_scales, codes, w_scales, torch.tensor(1.0), (1, 1))
+        assert float(fp4_gemm(*args, torch.tensor([2.0**-40]))) == 1 + 2**-7
+        assert float(fp4_gemm(*args, torch.tensor([-(2.0**-40)]))) == 1
+        assert float(fp4_gemm(*args)) == 1
+
     def test_padding_does_not_show(self):
         x, w = noise(5, 40, seed=1), noise(3, 40, seed=2)
         (x_codes, x_scales, x_s), (w_codes, w_scales, w_s) = packed(x), packed(w)
@@ -204,6 +217,12 @@ class TestNvfp4Linears:
         good, unrotated, other = (error(run(group=group), layer.exact) for group in (64, None, 16))
         assert good < 0.2 < min(unrotated, other)
 
+    @pytest.mark.parametrize("name", ["w4a4", "w4a8"])
+    def test_zeros_with_a_scale_of_zero(self, dtype, name):
+        layer = Layer(dtype)
+        y = getattr(layer, name)(torch.zeros(2, 64, dtype=dtype), input_scale=torch.tensor(0.0))
+        assert torch.equal(y, layer.bias.expand(2, 24))
+
     @pytest.mark.parametrize("name", ["w4a4", "w4a8", "w4a16"])
     def test_no_bias(self, dtype, name):
         layer = Layer(dtype)
@@ -277,11 +296,12 @@ class TestInt8Linear:
         assert y.dtype == torch.bfloat16
 
     def test_sums_beyond_fp32(self):
-        # 127 * 127 * 2049 needs 25 bits: the sum is exact, its one conversion to fp32 rounds.
-        x = torch.full((1, 2049), 1.0)
-        q = torch.full((1, 2049), 127, dtype=torch.int8)
-        y = linear_int8(x, q, torch.ones(1, 1), None)
-        assert float(y) == float(np.float32(127 * 127 * 2049) * (np.float32(1) / np.float32(127)))
+        # 26-bit sums: exact before their one conversion to fp32.
+        x = torch.full((1, 4096), 1.0)
+        q = torch.randint(90, 128, (32, 4096), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+        y = linear_int8(x, q, torch.ones(32, 1), None)
+        sums = (127 * q.numpy().astype(np.int64).sum(1)).astype(np.float32)
+        assert np.array_equal(y[0].numpy(), sums * (np.float32(1) / np.float32(127)))
 
     def test_zero_rows(self):
         q, s = quantize_int8(noise(5, 16), None)

@@ -223,6 +223,10 @@ class TestFp8:
         delta = noise(64, 128, seed=1) * 0.003
         after = dequantize_fp8(*requantize_fp8(before + delta, dtype, s, 1))
         assert 0.5 < ((after - before) * delta).sum() / delta.square().sum() < 1.5
+        barely = before * (
+            1 + 0.3 * torch.finfo(dtype).eps / 1.75
+        )  # its largest value still rounds to the format's
+        assert requantize_fp8(barely, dtype, s, 1)[1] == s
         grown, raised = requantize_fp8(before * 1.5, dtype, s, 1)
         assert raised == fp8_scale(before * 1.5, dtype)
         assert float(grown.float().abs().max()) == torch.finfo(dtype).max

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hswq_lab import HswqError
 from hswq_lab.formats import _rows as chunking
 from hswq_lab.formats import (
+    block_scales,
     decode_e4m3,
     dequantize_nvfp4,
     pack_nibbles,
@@ -294,6 +295,10 @@ class TestTensorScale:
         x[0, 0] = -torch.inf
         assert tensor_scale(x) == torch.inf
 
+    @pytest.mark.parametrize("zero", [0.0, -0.0])
+    def test_zero_is_positive(self, zero):
+        assert not tensor_scale(torch.full((2, 16), zero)).signbit()
+
     def test_empty(self):
         assert tensor_scale(torch.ones(0, 16)) == 0
 
@@ -337,6 +342,20 @@ class TestScaleChoice:
                 assert found[row, block] == best
                 expected = oracle.encode_block(part, np.float32(s), best)
                 assert nibbles[row, 16 * block : 16 * block + 16].tolist() == expected
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_error_is_summed_by_halves_in_fp32(self, weighted):
+        blocks, s = noise(40, 5, 16), torch.tensor(1e-3)
+        h = noise(5, 16, seed=5).square() if weighted else None
+        codes = block_scales.plain_codes(blocks, s)
+        c = decode_e4m3(codes).unsqueeze(2)
+        found = block_scales._error(blocks, blocks / s, s, c, h)
+        for row in range(40):
+            for block in range(5):
+                weight = None if h is None else h[block].numpy()
+                part = blocks[row, block].numpy()
+                expected = oracle.error(part, np.float32(s), int(codes[row, block]), weight)
+                assert float(found[row, block]) == float(expected)
 
     def test_a_tie_goes_to_the_lower_code(self):
         # 1 and 2 times a power of two: exact with 4 different scales in reach; and all weights 0.
