@@ -244,6 +244,16 @@ def test_dora_names_where_its_norms_come_from():
     torch.testing.assert_close(_values(baked)[:D].norm(dim=1), torch.full((D,), 0.3), rtol=0.02, atol=0)
 
 
+def test_from_source_the_pack_counts_for_its_format_only():
+    source, pack = _source(3 * D, D).float(), _source(3 * D, D).flip(0).bfloat16()
+    tensors, _ = DIALECTS["5 kohya split"](logical([NAME], lambda _: 4, lambda _: 0.1, parts="q"))
+    tensors["lora_unet_layers_0_attention_to_q.dora_scale"] = torch.full((D, 1), 0.3)
+    delta = lora_from_tensors(tensors).deltas(LAYERS)[NAME]
+    baked, _ = bake_from_source(source, pack, [(delta, 1.0)], NAME)
+    assert baked.dtype == torch.bfloat16
+    torch.testing.assert_close(baked.float(), source + delta.dense(source), rtol=0.01, atol=1e-6)
+
+
 def test_bias_bake():
     part = {"diffusion_model.layers.0.attention.out.diff_b": torch.arange(D) / 16}
     delta = lora_from_tensors(part).deltas(LAYERS)["layers.0.attention.out"]
@@ -338,6 +348,7 @@ def test_the_report_counts_kinds_rotations_and_what_is_left():
     mismatched = [replace(row, rerotated=False) if row.group else row for row in rows]
     assert BakeReport(mismatched).verdict == "MISMATCH"
     assert report.to_dict()["rows"][0]["layer"] == "nvfp4 ConvRot.a"
+    assert "warning: 2 of 2 nvfp4 layers, the worst nvfp4 " in repr(report)
 
 
 # -- 16-bit rounding ------------------------------------------------------------------------------------

@@ -184,6 +184,13 @@ def test_nothing_matched_is_an_error_even_if_unmatched_keys_are_allowed():
         lora_from_tensors(tensors).deltas(LAYERS, allow_unmatched=True)
 
 
+def test_a_lora_for_a_text_encoder_alone_is_refused():
+    tensors = {"text_encoders.qwen3_4b.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 8)}
+    tensors["text_encoders.qwen3_4b.model.layers.0.mlp.up_proj.lora_B.weight"] = torch.ones(8, 2)
+    with pytest.raises(HswqError):
+        lora_from_tensors(tensors).deltas(LAYERS, allow_unmatched=True)
+
+
 def test_text_encoder_keys_are_reported_and_do_not_fail():
     tensors, _ = DIALECTS["5 kohya split"](logical(["layers.0.attention.out"], lambda _: 2, lambda _: 2.0))
     tensors["lora_te_layers_0_self_attn_q_proj.lora_down.weight"] = torch.ones(2, 8)
@@ -207,6 +214,17 @@ def test_report_lists_layer_kind_rank_scale_and_norm_of_every_module():
         assert row.rows == f"{module.start}:{module.start + module.up.shape[0]}"
     keys = {key for row in report.rows for key in row.keys}
     assert len(keys) == 3 * len(modules)
+
+
+def test_report_without_a_model_reads_the_file_alone():
+    modules = logical(SOME, _last(RANKS, 5), _last(ALPHAS, 3.0))
+    tensors, _ = DIALECTS["8 OneTrainer"](modules)
+    tensors["lora_te_layers_0_self_attn_q_proj.lora_down.weight"] = torch.ones(2, 8)
+    *rows, text_encoder = lora_from_tensors(tensors).report().rows
+    assert [row.status for row in rows] == ["read"] * len(modules)
+    assert [row.norm for row in rows] == pytest.approx([float(m.delta.double().norm()) for m in modules])
+    assert text_encoder.status == "text encoder"
+    assert text_encoder.scale is None
 
 
 # -- refusals -------------------------------------------------------------------------------------------

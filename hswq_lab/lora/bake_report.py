@@ -145,8 +145,10 @@ class BakeReport(Result):
             for kind in self.kinds
             if kind.layers
         ]
-        warned = self.warnings
-        lines += [f"  warning: {text}" for text in warned[:3]]
-        if len(warned) > 3:
-            lines.append(f"  … and {len(warned) - 3} more layers with warnings (see .warnings)")
+        for kind in self.kinds:
+            warned = [row for row in self.rows if row.kind == kind.kind and row.warning]
+            if warned:
+                worst = max(warned, key=lambda row: row.added_error or 0.0)
+                where = f"{len(warned)} of {kind.layers} {kind.kind} layers, the worst {worst.layer}"
+                lines.append(f"  warning: {where}: {worst.warning}")
         return "\n".join([*lines, *(f"  note: {text}" for text in self.notes)])

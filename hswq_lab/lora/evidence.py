@@ -259,7 +259,7 @@ def _sums(case: Measured, after: Tensor) -> _Sums:
 
 
 def _was_unrotated(case: Measured, after: Tensor, group: int) -> bool:
-    """Whether the change looks like ΔW no less than like ΔW·H, which a bake leaves that forgets to unrotate."""
+    """Whether the change looks no less like ΔW than like ΔW·H, what a bake without unrotating leaves."""
     index = case.touched.nonzero().reshape(-1)
     index = index[:: max(1, index.numel() // _BASIS_ROWS)]
     w, d = case.weight[index], case.total[index]

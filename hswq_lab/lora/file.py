@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.checks import file_warnings, refuse_fused_and_split, refuse_unusable
 from hswq_lab.lora.delta import LayerDelta
 from hswq_lab.lora.dialects import is_text_encoder, parse_key
 from hswq_lab.lora.entries import Entry, EntryBuilder, FullLokrScale, Tensors, bias_parts_of, part_of
-from hswq_lab.lora.foreign import model_of_width
+from hswq_lab.lora.matching import Match, match_entries, refuse_mismatches, unplaced
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank, peft_settings
 from hswq_lab.lora.source import RawLora, raw_from_tensors, read_raw
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Value = TypeVar("Value")
-
-
-class Match(NamedTuple):
-    """An entry and where it belongs: a target, or a status and a reason why there is none."""
-
-    entry: Entry
-    target: Target | None
-    status: str = "matched"
-    why_not: str = ""
 
 
 class PerLayer(Mapping[str, Value]):
@@ -83,19 +74,22 @@ class LoraFile:
 
     def match(self, layers: LayerShapes | HasLayers) -> list[Match]:
         """Each entry with its target, or with the reason why it has none; raises nothing."""
-        index = TargetIndex(layers_of(layers))
-        matches = [_match(entry, index) for entry in self.entries]
-        return _without_conflicts(matches)
+        return match_entries(self.entries, TargetIndex(layers_of(layers)))
 
-    def report(self, layers: LayerShapes | HasLayers) -> LoraReport:
+    def report(self, layers: LayerShapes | HasLayers | None = None) -> LoraReport:
         """What is in the file and where it goes: a row a module.
 
         Args:
             layers: name → (N, K), or a model; with a model, norms of DoRA and replaced weights are computed
-                too.
+                too. None only reads the file: the status of what could be matched is then "read".
         """
+        if layers is None:
+            rows = [self._row(match) for match in map(unplaced, self.entries)]
+            return LoraReport(
+                self.name, str(self.path or "in memory"), self.sha256, rows, list(self.warnings)
+            )
         index = TargetIndex(layers_of(layers))
-        rows = [self._row(match, index, layers) for match in self.match(layers)]
+        rows = [self._row(match, index, layers) for match in match_entries(self.entries, index)]
         return LoraReport(self.name, str(self.path or "in memory"), self.sha256, rows, list(self.warnings))
 
     def deltas(
@@ -112,8 +106,9 @@ class LoraFile:
                 at all.
         """
         shapes = layers_of(layers)
-        matches = self.match(layers)
-        self._refuse(matches, shapes, allow_unmatched=allow_unmatched)
+        index = TargetIndex(shapes)
+        matches = match_entries(self.entries, index)
+        refuse_mismatches(matches, index, self.path or self.name, allow_unmatched=allow_unmatched)
         grouped: dict[str, list[tuple[Entry, Target]]] = {}
         for match in matches:
             if match.target is not None:
@@ -147,96 +142,38 @@ class LoraFile:
         found = tuple(part for part in parts if part is not None)
         return LayerDelta(layer, shape, found, tuple(bias for group in biases for bias in group))
 
-    def _row(self, match: Match, index: TargetIndex, layers: LayerShapes | HasLayers) -> LoraRow:
+    def _row(
+        self, match: Match, index: TargetIndex | None = None, layers: LayerShapes | HasLayers | None = None
+    ) -> LoraRow:
         entry, target = match.entry, match.target
-        row = LoraRow(entry.module, tuple(entry.keys.values()), entry.in_words, match.status, rank=entry.rank)
+        row = LoraRow(
+            module=entry.module,
+            keys=tuple(entry.keys.values()),
+            kind=entry.in_words,
+            status=match.status,
+            why_not=match.why_not,
+            rank=entry.rank,
+        )
+        if entry.shape is None:
+            return row
+        scale = entry.scale
+        row = replace(row, scale=scale.value, rule=scale.rule, alternative=scale.alternative)
         if target is None:
-            nearest = index.nearest(entry.module) if match.status == "unmatched" else ""
-            return replace(row, why_not=match.why_not, nearest=nearest)
-        return replace(
-            row,
-            layer=target.layer,
-            rows=f"{target.start}:{target.stop}",
-            scale=entry.scale.value,
-            rule=entry.scale.rule,
-            alternative=entry.scale.alternative,
-            norm=self._norm(entry, target, layers),
-        )
+            unmatched = index is not None and match.status == "unmatched"
+            nearest = index.nearest(entry.module) if index is not None and unmatched else ""
+            return replace(row, norm=self._norm(entry), nearest=nearest)
+        rows = f"{target.start}:{target.stop}"
+        return replace(row, layer=target.layer, rows=rows, norm=self._norm(entry, target, layers))
 
-    def _norm(self, entry: Entry, target: Target, layers: LayerShapes | HasLayers) -> float | None:
-        part = part_of(entry, self.tensors, target.start, target.stop)
-        if part is None:
-            return None
-        if not part.needs_weight:
-            return part.norm()
-        weight = weight_of(layers, target.layer)
-        return None if weight is None else float(part.dense(weight[target.start : target.stop]).norm())
-
-    def _refuse(self, matches: list[Match], shapes: LayerShapes, *, allow_unmatched: bool) -> None:
-        """Raises for the worst problem among the matches."""
-        for status in ("conflict", "wrong shape"):
-            bad = [match for match in matches if match.status == status]
-            if bad:
-                raise HswqError(
-                    f"{status}: {bad[0].why_not}"
-                    + (f" (and {len(bad) - 1} more such modules)" if len(bad) > 1 else ""),
-                    file=self.path or self.name,
-                    tensor=next(iter(bad[0].entry.keys.values())),
-                    found=list(bad[0].entry.shape or ()),
-                    fix="use a LoRA that was made for this model",
-                )
-        lost = [match.entry for match in matches if match.status in ("unmatched", "not readable")]
-        applied = any(match.target is not None for match in matches)
-        if applied and (allow_unmatched or not lost):
-            return
-        index = TargetIndex(shapes)
-        names = [f"{entry.module} (nearest layer: {index.nearest(entry.module)})" for entry in lost[:5]]
-        raise HswqError(
-            f"{len(lost)} of {len(matches)} modules of this LoRA match no layer of the model",
-            file=self.path or self.name,
-            tensor=next(iter(lost[0].keys.values())) if lost else None,
-            found=", ".join(names) + (", …" if len(lost) > 5 else "") if names else "text-encoder keys only",
-            expected="names of the model's Linears",
-            fix="use allow_unmatched=True to leave them out"
-            if applied
-            else "use a LoRA that was made for this model",
-        )
-
-
-def _match(entry: Entry, index: TargetIndex) -> Match:
-    if entry.kind == "text encoder":
-        return Match(entry, None, "text encoder", entry.why_not)
-    if entry.kind == "unknown":
-        return Match(entry, None, "not readable", entry.why_not)
-    target = index.find(entry.module)
-    if target is None:
-        return Match(entry, None, "unmatched", "the model has no such Linear")
-    n, k = entry.shape or (0, None)
-    rows = target.stop - target.start
-    if n != rows or k not in (None, target.k):
-        why = f"{target.layer} takes [{rows}, {target.k}], the file has [{n}, {k if k is not None else '—'}]"
-        if k not in (None, target.k) and k is not None and n * target.k == rows * k:
-            why += f"; this LoRA looks made for {model_of_width(k)}"
-        return Match(entry, None, "wrong shape", why)
-    return Match(entry, target)
-
-
-def _without_conflicts(matches: list[Match]) -> list[Match]:
-    """Marks entries whose rows another entry of the file has claimed (fused and split, or two spellings)."""
-    taken: dict[str, list[tuple[Target, Entry]]] = {}
-    checked = []
-    for match in matches:
-        target = match.target
-        if target is not None:
-            others = taken.setdefault(target.layer, [])
-            clash = next((e for t, e in others if t.start < target.stop and target.start < t.stop), None)
-            others.append((target, match.entry))
-            if clash is not None:
-                why = f"{match.entry.module} and {clash.module} both change {target.layer}"
-                checked.append(Match(match.entry, None, "conflict", why))
-                continue
-        checked.append(match)
-    return checked
+    def _norm(
+        self, entry: Entry, target: Target | None = None, layers: LayerShapes | HasLayers | None = None
+    ) -> float | None:
+        start, stop = (target.start, target.stop) if target else (0, entry.shape[0] if entry.shape else 0)
+        part = part_of(entry, self.tensors, start, stop)
+        if part is None or not part.needs_weight:
+            return None if part is None else part.norm()
+        weight = weight_of(layers, target.layer) if target is not None and layers is not None else None
+        return None if weight is None else float(part.dense(weight[start:stop]).norm())
 
 
 def load_lora(path: str | os.PathLike[str], *, full_lokr_scale: FullLokrScale = "one") -> LoraFile:

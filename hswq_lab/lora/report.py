@@ -23,7 +23,8 @@ class LoraRow:
         scale: effective factor at strength 1; `rule` says where it comes from, `alternative` what some tools
             would use.
         norm: ‖ΔW‖ at strength 1; None where it depends on a weight that was not given.
-        status: "matched", "unmatched", "wrong shape", "conflict", "text encoder" or "not readable".
+        status: "matched", "unmatched", "wrong shape", "conflict", "text encoder" or "not readable"; "read"
+            where no model was given.
         why_not: empty for "matched".
         nearest: for "unmatched": the layer with the most similar name.
     """
@@ -60,7 +61,7 @@ class LoraReport(Result):
     @property
     def unmatched(self) -> list[LoraRow]:
         """The modules that go nowhere although they should."""
-        return [row for row in self.rows if row.status not in ("matched", "text encoder")]
+        return [row for row in self.rows if row.status not in ("matched", "text encoder", "read")]
 
     @property
     def layers(self) -> list[str]:
@@ -70,7 +71,8 @@ class LoraReport(Result):
     def __repr__(self) -> str:
         """A summary for a console."""
         kinds = Counter((row.kind, row.status) for row in self.rows)
-        lines = [f"{self.lora}: {len(self.rows)} modules on {len(self.layers)} layers"]
+        where = f" on {len(self.layers)} layers" if self.layers else ""
+        lines = [f"{self.lora}: {len(self.rows)} modules{where}"]
         lines += [f"  {count:4d} × {kind}: {status}" for (kind, status), count in sorted(kinds.items())]
         for row in self.unmatched[:10]:
             hint = f" (nearest layer: {row.nearest})" if row.nearest else ""
