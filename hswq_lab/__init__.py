@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hswq_lab.bench import bench_gemm, bench_model
     from hswq_lab.checkpoint import Checkpoint, check, diff, inspect
     from hswq_lab.checkup import doctor
+    from hswq_lab.executors import local_pool
     from hswq_lab.export import save_figure
     from hswq_lab.jobs import Job
     from hswq_lab.loading import load, save
@@ -43,6 +44,7 @@ _HOMES = {
     "inspect": "checkpoint",
     "load": "loading",
     "load_lora": "lora",
+    "local_pool": "executors",
     "pack": "quantize",
     "save": "loading",
     "save_figure": "export",
@@ -68,6 +70,7 @@ __all__ = [
     "inspect",
     "load",
     "load_lora",
+    "local_pool",
     "ops",
     "pack",
     "save",
