@@ -1,4 +1,5 @@
-// The Python door of the kernels. Knows addresses and sizes only; hswq_lab/_cpu_ops.py owns tensors, shapes and checks.
+// The Python door of the kernels. Knows addresses and sizes only; hswq_lab/_cpu_ops.py owns tensors, shapes
+// and checks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -61,10 +62,19 @@ void rotate_(int threads, const PyMatrix& x, int group, const PyMatrix& y) {
     check(rotate(threads, matrix(x), group, mutable_matrix(y)));
 }
 
-void quantize_(int threads, const PyMatrix& x, int group, Address tensor_scale, int method, Address importance, bool stochastic,
-               uint64_t seed, Address kept_scales, Address codes, Address scales, Address clipped) {
-    const QuantizeJob job{matrix(x),  group, scalar(tensor_scale),           static_cast<Method>(method), at<const float>(importance),
-                          stochastic, seed,  at<const uint8_t>(kept_scales), at<uint8_t>(codes),          at<uint8_t>(scales)};
+void quantize_(int threads, const PyMatrix& x, int group, Address tensor_scale, int method,
+               Address importance, bool stochastic, uint64_t seed, Address kept_scales, Address codes,
+               Address scales, Address clipped) {
+    const QuantizeJob job{matrix(x),
+                          group,
+                          scalar(tensor_scale),
+                          static_cast<Method>(method),
+                          at<const float>(importance),
+                          stochastic,
+                          seed,
+                          at<const uint8_t>(kept_scales),
+                          at<uint8_t>(codes),
+                          at<uint8_t>(scales)};
     check(quantize(threads, job, at<int64_t>(clipped)));
 }
 
@@ -72,14 +82,16 @@ void dequantize_(int threads, const PyNvfp4& w, Address tensor_scale, int group,
     check(dequantize(threads, nvfp4(w), scalar(tensor_scale), group, mutable_matrix(y)));
 }
 
-void quantize_int8_(int threads, const PyMatrix& w, int group, bool stochastic, uint64_t seed, bool keep_scales, bool scalar_scale,
-                    Address scale, Address q) {
-    check(quantize_int8(
-        threads, {matrix(w), group, stochastic, seed, keep_scales, scalar_scale, at<float>(scale), at<int8_t>(q)}));
+void quantize_int8_(int threads, const PyMatrix& w, int group, bool stochastic, uint64_t seed,
+                    bool keep_scales, bool scalar_scale, Address scale, Address q) {
+    check(quantize_int8(threads, {matrix(w), group, stochastic, seed, keep_scales, scalar_scale,
+                                  at<float>(scale), at<int8_t>(q)}));
 }
 
-void dequantize_int8_(int threads, Address q, Address scale, bool scalar_scale, int group, const PyMatrix& y) {
-    check(dequantize_int8(threads, at<const int8_t>(q), at<const float>(scale), scalar_scale, group, mutable_matrix(y)));
+void dequantize_int8_(int threads, Address q, Address scale, bool scalar_scale, int group,
+                      const PyMatrix& y) {
+    check(dequantize_int8(threads, at<const int8_t>(q), at<const float>(scale), scalar_scale, group,
+                          mutable_matrix(y)));
 }
 
 void swizzle_(Address linear, int64_t rows, int64_t cols, Address swizzled) {
@@ -90,32 +102,34 @@ void unswizzle_(Address swizzled, int64_t rows, int64_t cols, Address linear) {
     check(unswizzle(at<const uint8_t>(swizzled), rows, cols, at<uint8_t>(linear)));
 }
 
-void fp4_gemm_(int threads, const PyNvfp4& x, const PyNvfp4& w, Address alpha, Address bias, const PyMatrix& y) {
+void fp4_gemm_(int threads, const PyNvfp4& x, const PyNvfp4& w, Address alpha, Address bias,
+               const PyMatrix& y) {
     check(fp4_gemm(threads, nvfp4(x), nvfp4(w),
                    {mutable_matrix(y), scalar(alpha), nullptr, nullptr, false, at<const float>(bias)}));
 }
 
-void linear_w4a4_(int threads, const PyMatrix& x, int group, Address input_scale, const PyNvfp4& w, Address w_scale, Address bias,
-                  const PyMatrix& y) {
+void linear_w4a4_(int threads, const PyMatrix& x, int group, Address input_scale, const PyNvfp4& w,
+                  Address w_scale, Address bias, const PyMatrix& y) {
     const float alpha = scalar(input_scale) * scalar(w_scale);
     check(linear_w4a4(threads, matrix(x), group, scalar(input_scale), nvfp4(w),
                       {mutable_matrix(y), alpha, nullptr, nullptr, false, at<const float>(bias)}));
 }
 
-void linear_w4a16_(int threads, const PyMatrix& x, int group, const PyNvfp4& w, Address w_scale, Address bias, const PyMatrix& y) {
+void linear_w4a16_(int threads, const PyMatrix& x, int group, const PyNvfp4& w, Address w_scale, Address bias,
+                   const PyMatrix& y) {
     check(linear_w4(threads, matrix(x), group, false, 0.0f, nvfp4(w),
                     {mutable_matrix(y), scalar(w_scale), nullptr, nullptr, false, at<const float>(bias)}));
 }
 
-void linear_w4a8_(int threads, const PyMatrix& x, int group, Address input_scale, const PyNvfp4& w, Address w_scale, Address bias,
-                  const PyMatrix& y) {
+void linear_w4a8_(int threads, const PyMatrix& x, int group, Address input_scale, const PyNvfp4& w,
+                  Address w_scale, Address bias, const PyMatrix& y) {
     const float alpha = 6.0f * scalar(input_scale) * scalar(w_scale);
     check(linear_w4(threads, matrix(x), group, true, scalar(input_scale), nvfp4(w),
                     {mutable_matrix(y), alpha, nullptr, nullptr, false, at<const float>(bias)}));
 }
 
-void linear_int8_(int threads, const PyMatrix& x, int group, Address w, Address scale, bool scalar_scale, Address bias,
-                  const PyMatrix& y) {
+void linear_int8_(int threads, const PyMatrix& x, int group, Address w, Address scale, bool scalar_scale,
+                  Address bias, const PyMatrix& y) {
     const MutableMatrix out = mutable_matrix(y);
     check(linear_int8(threads, matrix(x), group, at<const int8_t>(w), out.cols,
                       {out, 1.0f, nullptr, at<const float>(scale), scalar_scale, at<const float>(bias)}));

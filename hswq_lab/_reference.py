@@ -12,6 +12,7 @@ from hswq_lab.formats.block_scales import Method
 
 Pair = tuple[Tensor, Tensor]
 
+amax = formats.amax
 fp4_gemm = formats.fp4_gemm
 linear_w4a4 = formats.linear_w4a4
 linear_w4a8 = formats.linear_w4a8
@@ -22,13 +23,6 @@ requantize_int8 = formats.requantize_int8
 dequantize_int8 = formats.dequantize_int8
 swizzle = formats.swizzle
 unswizzle = formats.unswizzle
-
-
-def amax(x: Tensor) -> Tensor:
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).float()
 
 
 def rotate(x: Tensor, group: int | None) -> Tensor:

@@ -317,6 +317,21 @@ def test_fp4_gemm_with_scales_of_every_size(isa):
         )
 
 
+@pytest.mark.parametrize("gap", range(0, 64, 4))
+def test_fp4_gemm_on_the_edge_of_24_bits(isa, gap):
+    """Blocks that add up as fast as they can beside blocks whose last bit counts, further and further below."""
+    k, shape = 1024, (32, 48)
+    small = (torch.arange(k // 16) % 5 == 2).expand(shape[1], -1)
+    first = torch.arange(k) % 16 == 0
+    values = torch.where(small.repeat_interleave(16, 1), torch.where(first, 1, 0), 7).to(torch.uint8)
+    linear = torch.where(small, max(1, 119 - gap) | 1, 119).to(torch.uint8).view(torch.float8_e4m3fn)
+    (xc, xs), (wc, ws) = ((formats.pack_nibbles(values[:n]), formats.swizzle(linear[:n])) for n in shape)
+    # The large blocks of the second half cancel those of the first: what is left is what a rounding would have lost.
+    values[:, k // 2 :] |= torch.where(values[:, k // 2 :] == 7, 8, 0).to(torch.uint8)
+    wc = formats.pack_nibbles(values[: shape[1]])
+    assert_same(lambda: ops.fp4_gemm(xc, xs, wc, ws, torch.tensor(1.0), shape, None, torch.float32))
+
+
 def test_fp4_gemm_against_fp64_of_the_dequantized(isa):
     xc, xs, sx = packed(20, 64, 1, 1.0)
     wc, ws, sw = packed(24, 64, 2, 1.0)

@@ -27,7 +27,8 @@ namespace {
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-    static const Kernels* const table[kIsaCount] = {&kBaselineKernels, &kAvx2Kernels, &kAvx512Kernels, &kAmxKernels};
+    static const Kernels* const table[kIsaCount] = {&kBaselineKernels, &kAvx2Kernels, &kAvx512Kernels,
+                                                    &kAmxKernels};
     return *table[static_cast<int>(current_isa())];
 #else
     return kBaselineKernels;
@@ -64,7 +65,8 @@ Status guarded(F&& body) {
     }
 }
 
-// The numbers a row of w, with zeros up to a whole panel, so that kernels read them in vectors; null stays null.
+// The numbers a row of w, with zeros up to a whole panel, so that kernels read them in vectors; null stays
+// null.
 struct Padded {
     Padded(const float* values, int64_t count) {
         if (values == nullptr) return;
@@ -142,8 +144,9 @@ Status dequantize(int threads, const Nvfp4& w, float tensor_scale, int group, co
     if (!group_fits(group, w.cols)) return Status::bad_group;
     return guarded([&] {
         const Kernels& k = kernels();
-        parallel_for(threads, w.rows, 1, w.rows * w.cols,
-                     [&](int64_t begin, int64_t end) { k.dequantize(w, tensor_scale, group, y, begin, end); });
+        parallel_for(threads, w.rows, 1, w.rows * w.cols, [&](int64_t begin, int64_t end) {
+            k.dequantize(w, tensor_scale, group, y, begin, end);
+        });
     });
 }
 
@@ -154,21 +157,25 @@ Status quantize_int8(int threads, Int8Job job) {
         const int64_t rows = job.w.rows, work = rows * job.w.cols * 4;
         if (job.scalar_scale) {
             std::vector<float> amax(static_cast<std::size_t>(rows));
-            parallel_for(threads, rows, 1, work,
-                         [&](int64_t begin, int64_t end) { k.amax_rows(job.w, job.group, amax.data(), begin, end); });
+            parallel_for(threads, rows, 1, work, [&](int64_t begin, int64_t end) {
+                k.amax_rows(job.w, job.group, amax.data(), begin, end);
+            });
             const float most = largest(amax);
             if (most / *job.scale > 127.5f) *job.scale = most / 127.0f;
         }
-        parallel_for(threads, rows, 1, work, [&](int64_t begin, int64_t end) { k.quantize_int8(job, begin, end); });
+        parallel_for(threads, rows, 1, work,
+                     [&](int64_t begin, int64_t end) { k.quantize_int8(job, begin, end); });
     });
 }
 
-Status dequantize_int8(int threads, const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y) {
+Status dequantize_int8(int threads, const int8_t* q, const float* scale, bool scalar, int group,
+                       const MutableMatrix& y) {
     if (!group_fits(group, y.cols)) return Status::bad_group;
     return guarded([&] {
         const Kernels& k = kernels();
-        parallel_for(threads, y.rows, 1, y.rows * y.cols * 2,
-                     [&](int64_t begin, int64_t end) { k.dequantize_int8(q, scale, scalar, group, y, begin, end); });
+        parallel_for(threads, y.rows, 1, y.rows * y.cols * 2, [&](int64_t begin, int64_t end) {
+            k.dequantize_int8(q, scale, scalar, group, y, begin, end);
+        });
     });
 }
 
@@ -206,12 +213,13 @@ Status fp4_gemm(int threads, const Nvfp4& x, const Nvfp4& w, const Epilogue& e) 
     });
 }
 
-Status linear_w4a4(int threads, const Matrix& x, int group, float input_scale, const Nvfp4& w, const Epilogue& e) {
+Status linear_w4a4(int threads, const Matrix& x, int group, float input_scale, const Nvfp4& w,
+                   const Epilogue& e) {
     Status status = Status::ok;
     const Status memory = guarded([&] {
         Buffer codes(codes_bytes(x.rows, x.cols)), scales(scales_bytes(x.rows, x.cols));
-        const QuantizeJob job{x,       group,   input_scale, Method::rtn, nullptr,    false,
-                              0,       nullptr, codes.data,  scales.data};
+        const QuantizeJob job{x,     group, input_scale, Method::rtn, nullptr,
+                              false, 0,     nullptr,     codes.data,  scales.data};
         status = quantize(threads, job, nullptr);
         if (status == Status::ok) status = fp4_gemm(threads, {codes.data, scales.data, x.rows, x.cols}, w, e);
     });
@@ -241,7 +249,8 @@ Status linear_int8(int threads, const Matrix& x, int group, const int8_t* w, int
     });
 }
 
-Status linear_w4(int threads, const Matrix& x, int group, bool fp8, float input_scale, const Nvfp4& w, const Epilogue& e) {
+Status linear_w4(int threads, const Matrix& x, int group, bool fp8, float input_scale, const Nvfp4& w,
+                 const Epilogue& e) {
     const W4Gemm& gemm = kernels().w4;
     if (gemm.multiply == nullptr) return Status::not_here;
     if (!group_fits(group, x.cols)) return Status::bad_group;
@@ -250,10 +259,12 @@ Status linear_w4(int threads, const Matrix& x, int group, bool fp8, float input_
         Epilogue padded = e;
         padded.bias = bias.data;
         Buffer packed(gemm.packed_bytes(x.rows, x.cols));
-        parallel_for(threads, x.rows, kPanelRows, x.rows * x.cols * 4,
-                     [&](int64_t begin, int64_t end) { gemm.pack(x, group, fp8, 6.0f * input_scale, packed.data, begin, end); });
-        parallel_for(threads, w.rows, kPanelRows, x.rows * w.rows * w.cols / 16,
-                     [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, fp8, padded, begin, end); });
+        parallel_for(threads, x.rows, kPanelRows, x.rows * x.cols * 4, [&](int64_t begin, int64_t end) {
+            gemm.pack(x, group, fp8, 6.0f * input_scale, packed.data, begin, end);
+        });
+        parallel_for(
+            threads, w.rows, kPanelRows, x.rows * w.rows * w.cols / 16,
+            [&](int64_t begin, int64_t end) { gemm.multiply(packed.data, w, fp8, padded, begin, end); });
     });
 }
 

@@ -47,8 +47,8 @@ void quantize_int8(const Int8Job& job, int64_t begin, int64_t end) {
     }
 }
 
-void dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y, int64_t begin,
-                     int64_t end) {
+void dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y,
+                     int64_t begin, int64_t end) {
     alignas(64) float v[kChunk];
     for (int64_t row = begin; row < end; ++row) {
         const float s = scale[scalar ? 0 : row];

@@ -14,7 +14,8 @@ namespace {
 
 const char* const kNames[kIsaCount] = {"baseline", "avx2", "avx512", "amx"};
 
-// Linux hands out the 8 KB of tile state a thread only to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA).
+// Linux hands out the 8 KB of tile state a thread only to processes that ask (arch_prctl,
+// ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool amx_permitted() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;

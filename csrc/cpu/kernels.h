@@ -1,5 +1,5 @@
-// What one instruction set's kernels offer, and the plain structures that they work on. No function here starts threads: each
-// does a range of rows, and api.cpp divides the work.
+// What one instruction set's kernels offer, and the plain structures that they work on. No function here
+// starts threads: each does a range of rows, and api.cpp divides the work.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ struct MutableMatrix {
     Dtype dtype;
 };
 
-// NVFP4 as on disk: codes [ceil16 rows, ceil16 cols / 2], swizzled block scales [ceil128 rows, ceil4(ceil16 cols / 16)].
+// NVFP4 as on disk: codes [ceil16 rows, ceil16 cols / 2], swizzled block scales [ceil128 rows, ceil4(ceil16
+// cols / 16)].
 struct Nvfp4 {
     const uint8_t* codes;
     const uint8_t* scales;
@@ -58,8 +59,8 @@ struct Int8Job {
     int8_t* q;  // [rows, cols], dense
 };
 
-// How sums become Y [x rows, w rows]: fp4: sum * alpha + bias in fp64; otherwise sum * (x_scale * w_scale) + bias in fp32, with
-// one number a row of x (null: `alpha`) and one a row of w (null: none).
+// How sums become Y [x rows, w rows]: fp4: sum * alpha + bias in fp64; otherwise sum * (x_scale * w_scale) +
+// bias in fp32, with one number a row of x (null: `alpha`) and one a row of w (null: none).
 struct Epilogue {
     MutableMatrix y;
     float alpha;
@@ -69,8 +70,8 @@ struct Epilogue {
     const float* bias;  // [N], or null
 };
 
-// A matrix product works on x packed once (rows in units of 16) and on w decoded panel by panel (likewise), so that its own
-// layout is nobody else's business. k is the padded number of columns.
+// A matrix product works on x packed once (rows in units of 16) and on w decoded panel by panel (likewise),
+// so that its own layout is nobody else's business. k is the padded number of columns.
 struct Fp4Gemm {
     int64_t (*packed_bytes)(int64_t m, int64_t k);
     void (*pack)(const Nvfp4& x, uint8_t* packed, int64_t begin, int64_t end);
@@ -80,16 +81,19 @@ struct Fp4Gemm {
 struct Int8Gemm {
     int64_t (*packed_bytes)(int64_t m, int64_t k);
     void (*pack)(const int8_t* q, int64_t m, int64_t k, uint8_t* packed, int64_t begin, int64_t end);
-    void (*multiply)(const uint8_t* packed, const int8_t* w, int64_t n, int64_t k, const Epilogue& e, int64_t begin,
-                     int64_t end);
+    void (*multiply)(const uint8_t* packed, const int8_t* w, int64_t n, int64_t k, const Epilogue& e,
+                     int64_t begin, int64_t end);
 };
 
-// 16-bit or 8-bit activations on NVFP4 weights, in bf16 with fp32 sums; null where the instruction set has no fast way.
-// With fp8_scale > 0 activations are rounded to E4M3 at that scale, and weights to E4M3 with a power of two a row.
+// 16-bit or 8-bit activations on NVFP4 weights, in bf16 with fp32 sums; null where the instruction set has no
+// fast way. With fp8_scale > 0 activations are rounded to E4M3 at that scale, and weights to E4M3 with a
+// power of two a row.
 struct W4Gemm {
     int64_t (*packed_bytes)(int64_t m, int64_t k);
-    void (*pack)(const Matrix& x, int group, bool fp8, float fp8_scale, uint8_t* packed, int64_t begin, int64_t end);
-    void (*multiply)(const uint8_t* packed, const Nvfp4& w, bool fp8, const Epilogue& e, int64_t begin, int64_t end);
+    void (*pack)(const Matrix& x, int group, bool fp8, float fp8_scale, uint8_t* packed, int64_t begin,
+                 int64_t end);
+    void (*multiply)(const uint8_t* packed, const Nvfp4& w, bool fp8, const Epilogue& e, int64_t begin,
+                     int64_t end);
 };
 
 struct Kernels {
@@ -97,10 +101,11 @@ struct Kernels {
     void (*rotate)(const Matrix& x, int group, const MutableMatrix& y, int64_t begin, int64_t end);
     // Returns how many blocks the tensor scale clipped (amax / 6 / s > 448).
     int64_t (*quantize)(const QuantizeJob& job, int64_t begin, int64_t end);
-    void (*dequantize)(const Nvfp4& w, float tensor_scale, int group, const MutableMatrix& y, int64_t begin, int64_t end);
+    void (*dequantize)(const Nvfp4& w, float tensor_scale, int group, const MutableMatrix& y, int64_t begin,
+                       int64_t end);
     void (*quantize_int8)(const Int8Job& job, int64_t begin, int64_t end);
-    void (*dequantize_int8)(const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y,
-                            int64_t begin, int64_t end);
+    void (*dequantize_int8)(const int8_t* q, const float* scale, bool scalar, int group,
+                            const MutableMatrix& y, int64_t begin, int64_t end);
     Fp4Gemm fp4;
     Int8Gemm int8;
     W4Gemm w4;

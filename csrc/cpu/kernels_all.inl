@@ -1,4 +1,5 @@
-// One instruction set's kernels: what is compiled depends on the flags that setup.py gives the including file.
+// One instruction set's kernels: what is compiled depends on the flags that setup.py gives the including
+// file.
 #include "cpu/kernels.h"
 
 #include <cstddef>
@@ -29,8 +30,15 @@ constexpr W4Gemm kW4 = {nullptr, nullptr, nullptr};
 }  // namespace
 
 extern const Kernels HSWQ_KERNELS = {
-    amax_rows, rotate, quantize, dequantize, quantize_int8, dequantize_int8, {fp4_packed_bytes, fp4_pack, fp4_multiply},
-    {int8_packed_bytes, int8_pack, int8_multiply}, kW4,
+    amax_rows,
+    rotate,
+    quantize,
+    dequantize,
+    quantize_int8,
+    dequantize_int8,
+    {fp4_packed_bytes, fp4_pack, fp4_multiply},
+    {int8_packed_bytes, int8_pack, int8_multiply},
+    kW4,
 };
 
 }  // namespace hswq

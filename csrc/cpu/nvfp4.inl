@@ -16,7 +16,8 @@ struct E4m3Table {
 };
 
 constexpr E4m3Table kE4m3{};
-alignas(64) constexpr float kE2m1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+alignas(64) constexpr float kE2m1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                         -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
 constexpr int kMaxScaleCode = 126, kNanScaleCode = 127, kSweepRadius = 7;
 
 // Where the scale of row r, block c stands in 128x4 order.
@@ -24,14 +25,16 @@ inline int64_t scale_offset(int64_t r, int64_t c, int64_t tiles) {
     return ((r >> 7) * tiles + (c >> 2)) * 512 + (r & 31) * 16 + ((r & 127) >> 5) * 4 + (c & 3);
 }
 
-// ---- rounding ---------------------------------------------------------------------------------------------------------------
+// ---- rounding
+// ---------------------------------------------------------------------------------------------------------------
 
-// A float format with m fraction bits and least exponent e is rounded to, ties to even, by adding the power of two whose last bit
-// weighs as much as the format's at that magnitude; the low bits of the sum then count steps from zero.
+// A float format with m fraction bits and least exponent e is rounded to, ties to even, by adding the power
+// of two whose last bit weighs as much as the format's at that magnitude; the low bits of the sum then count
+// steps from zero.
 struct Grid {
-    vi sum;    // bits of |x| + magic
+    vi sum;  // bits of |x| + magic
     vf magic;
-    vi octave; // exponent bits of |x|, at least the least exponent
+    vi octave;  // exponent bits of |x|, at least the least exponent
 };
 
 inline Grid to_grid(vi magnitude, int fraction_bits, int least_exponent) {
@@ -65,7 +68,8 @@ inline vf e2m1_values(vf y) {
     return floats(bits(floats(g.sum) - g.magic) | (bits(y) & ~kMagnitude));
 }
 
-// One of the two codes around y, the upper one where u is less than the fraction of the gap that y lies above the lower one.
+// One of the two codes around y, the upper one where u is less than the fraction of the gap that y lies above
+// the lower one.
 inline vi e2m1_codes_stochastic(vf y, vf u) {
     const vi magnitude = saturated_magnitude(y);
     const vi below_one = magnitude < bits_of(1.0f);
@@ -77,7 +81,8 @@ inline vi e2m1_codes_stochastic(vf y, vf u) {
     return (code + (u < fraction ? splat(1) : splat(0))) | ((bits(y) >> 28) & 8);
 }
 
-// ---- block scales -----------------------------------------------------------------------------------------------------------
+// ---- block scales
+// -----------------------------------------------------------------------------------------------------------
 
 // Step 2 of the definition for 16 blocks: plain codes; returns how many blocks the tensor scale clips.
 inline int plain_scale_codes(const int32_t* amax, float s, float factor, int32_t* codes) {
@@ -107,11 +112,13 @@ inline vf squared_errors(vf x, vf scaled, float s, float c, const float* h) {
 
 #if defined(__AVX512F__)
 // The candidate of least error; the first of equals, `plain` where no error is finite.
-inline int32_t best_candidate(const float* x, float s, const float* h, int32_t plain, const int32_t* candidates, int count) {
+inline int32_t best_candidate(const float* x, float s, const float* h, int32_t plain,
+                              const int32_t* candidates, int count) {
     const vf scaled = load(x) / s;
     __m512 errors[16];
     for (int i = 0; i < 16; ++i) {
-        errors[i] = i < count ? squared_errors(load(x), scaled, s, kE4m3.value[candidates[i]], h) : _mm512_set1_ps(__builtin_inff());
+        errors[i] = i < count ? squared_errors(load(x), scaled, s, kE4m3.value[candidates[i]], h)
+                              : _mm512_set1_ps(__builtin_inff());
     }
     const __m512 infinity = _mm512_set1_ps(__builtin_inff());
     const __m512 sums = reduce16<Plus>(errors);
@@ -128,7 +135,8 @@ inline float sum_by_halves(const float* e) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-inline int32_t best_candidate(const float* x, float s, const float* h, int32_t plain, const int32_t* candidates, int count) {
+inline int32_t best_candidate(const float* x, float s, const float* h, int32_t plain,
+                              const int32_t* candidates, int count) {
     float least = __builtin_inff(), e[kBlock];
     int32_t best = plain;
     for (int i = 0; i < count; ++i) {
@@ -170,7 +178,8 @@ inline void four_six_codes(const float* v, const int32_t* amax, float s, const f
     }
 }
 
-// ---- codes ------------------------------------------------------------------------------------------------------------------
+// ---- codes
+// ------------------------------------------------------------------------------------------------------------------
 
 // Packs 16 codes into 8 bytes, the even column in the high nibble.
 inline void pack(const int32_t* codes, uint8_t* out) {
@@ -212,7 +221,8 @@ int64_t quantize(const QuantizeJob& job, int64_t begin, int64_t end) {
             load_chunk(x, row, col, job.group, v);
             block_amax(v, amax);
             clipped += plain_scale_codes(amax, job.tensor_scale, 1.0f, codes);
-            const int64_t n = chunk_size(x.cols, col), blocks = (n + kBlock - 1) / kBlock, first = col / kBlock;
+            const int64_t n = chunk_size(x.cols, col), blocks = (n + kBlock - 1) / kBlock,
+                          first = col / kBlock;
             if (job.importance) {
                 __builtin_memset(h, 0, sizeof h);
                 __builtin_memcpy(h, job.importance + col, size_t(n) * 4);
@@ -240,7 +250,8 @@ inline void decode_block(const uint8_t* codes, float factor, float* out) {
     const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
     const __m128i high = _mm_srli_epi16(packed, 4);  // permutexvar reads the low four bits of an index only
     const __m512i index = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(high, packed));
-    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(index, _mm512_load_ps(kE2m1)), _mm512_set1_ps(factor)));
+    _mm512_storeu_ps(
+        out, _mm512_mul_ps(_mm512_permutexvar_ps(index, _mm512_load_ps(kE2m1)), _mm512_set1_ps(factor)));
 #else
     for (int i = 0; i < 8; ++i) {
         out[2 * i] = kE2m1[codes[i] >> 4] * factor;

@@ -17,7 +17,8 @@ namespace {
 
 // Below this many elementary operations a thread's share costs less than waking it.
 constexpr int64_t kWorkPerThread = 1 << 18;
-// Pieces a thread: enough that a slow core does not hold up the rest, few enough that each is a good run of rows.
+// Pieces a thread: enough that a slow core does not hold up the rest, few enough that each is a good run of
+// rows.
 constexpr int64_t kPiecesPerThread = 4;
 
 struct Job {
@@ -50,7 +51,8 @@ class Pool {
         if (!turn.owns_lock()) return false;
         {
             const std::lock_guard<std::mutex> lock(state_);
-            while (int(workers_.size()) < helpers) workers_.emplace_back([this, i = int(workers_.size())] { serve(i); });
+            while (int(workers_.size()) < helpers)
+                workers_.emplace_back([this, i = int(workers_.size())] { serve(i); });
             job_ = &job;
             wanted_ = helpers;
             running_ = helpers;
@@ -86,8 +88,8 @@ class Pool {
     int64_t round_ = 0;
 };
 
-// The pool of this process. A forked child has none of its parent's threads, so it starts its own; neither is ever destroyed,
-// because workers may still sleep in it when the process ends.
+// The pool of this process. A forked child has none of its parent's threads, so it starts its own; neither is
+// ever destroyed, because workers may still sleep in it when the process ends.
 Pool& pool() {
     static std::mutex guard;
     static Pool* mine = nullptr;
@@ -102,7 +104,8 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel_for(int threads, int64_t total, int64_t unit, int64_t work, const std::function<void(int64_t, int64_t)>& body) {
+void parallel_for(int threads, int64_t total, int64_t unit, int64_t work,
+                  const std::function<void(int64_t, int64_t)>& body) {
     if (total <= 0) return;
     const int64_t useful = std::min<int64_t>({threads, work / kWorkPerThread, (total + unit - 1) / unit});
     if (useful <= 1) return body(0, total);

@@ -1,4 +1,5 @@
-// ConvRot: radix-4 butterflies at strides 1, 4, 16, 64 in this order, the order of additions that formats/rotation.py defines.
+// ConvRot: radix-4 butterflies at strides 1, 4, 16, 64 in this order, the order of additions that
+// formats/rotation.py defines.
 
 template <class V>
 inline void butterfly(V& a, V& b, V& c, V& d) {
@@ -10,11 +11,15 @@ inline void butterfly(V& a, V& b, V& c, V& d) {
 }
 
 template <int group>
-constexpr float kRotationScale = group == 4 ? 0.5f : group == 16 ? 0.25f : group == 64 ? 0.125f : 0.0625f;
+constexpr float kRotationScale = group == 4    ? 0.5f
+                                 : group == 16 ? 0.25f
+                                 : group == 64 ? 0.125f
+                                               : 0.0625f;
 
 #if defined(__AVX512F__)
-// Strides 1 and 4 inside one register. With `swapped` = (b, a, d, c): x + swapped = (p, p, s, s), x - swapped = (m, ., t, .),
-// and spreading the second as (t, t, m, m) leaves one addition in even places and one subtraction in odd ones.
+// Strides 1 and 4 inside one register. With `swapped` = (b, a, d, c): x + swapped = (p, p, s, s), x - swapped
+// = (m, ., t, .), and spreading the second as (t, t, m, m) leaves one addition in even places and one
+// subtraction in odd ones.
 inline __m512 stride1(__m512 x) {
     const __m512 swapped = _mm512_permute_ps(x, 0xB1);
     const __m512 sum = _mm512_add_ps(x, swapped);
@@ -52,7 +57,8 @@ inline void stage(float* v) {
     for (float* q = v; q < v + kChunk; q += 4 * stride) {
         if constexpr (stride >= kLanes) {
             for (int i = 0; i < stride; i += kLanes) {
-                vf a = load(q + i), b = load(q + i + stride), c = load(q + i + 2 * stride), d = load(q + i + 3 * stride);
+                vf a = load(q + i), b = load(q + i + stride), c = load(q + i + 2 * stride),
+                   d = load(q + i + 3 * stride);
                 butterfly(a, b, c, d);
                 store(q + i, a);
                 store(q + i + stride, b);
@@ -60,7 +66,8 @@ inline void stage(float* v) {
                 store(q + i + 3 * stride, d);
             }
         } else {
-            for (int i = 0; i < stride; ++i) butterfly(q[i], q[i + stride], q[i + 2 * stride], q[i + 3 * stride]);
+            for (int i = 0; i < stride; ++i)
+                butterfly(q[i], q[i + stride], q[i + 2 * stride], q[i + 3 * stride]);
         }
     }
 }
@@ -78,10 +85,14 @@ inline void rotate_group(float* v) {
 // Rotates a chunk of 256 values in place, in groups of 4, 16, 64 or 256; 0: not.
 inline void rotate_chunk(float* v, int group) {
     switch (group) {
-        case 4: return rotate_group<4>(v);
-        case 16: return rotate_group<16>(v);
-        case 64: return rotate_group<64>(v);
-        case 256: return rotate_group<256>(v);
+        case 4:
+            return rotate_group<4>(v);
+        case 16:
+            return rotate_group<16>(v);
+        case 64:
+            return rotate_group<64>(v);
+        case 256:
+            return rotate_group<256>(v);
     }
 }
 
@@ -89,7 +100,8 @@ inline int64_t chunk_size(int64_t cols, int64_t col) {
     return cols - col < kChunk ? cols - col : kChunk;
 }
 
-// Columns col .. col + 255 of a row in fp32, rotated, zeros beyond the matrix. (A group never crosses the end: it divides cols.)
+// Columns col .. col + 255 of a row in fp32, rotated, zeros beyond the matrix. (A group never crosses the
+// end: it divides cols.)
 inline void load_chunk(const Matrix& x, int64_t row, int64_t col, int group, float* v) {
     const int64_t n = chunk_size(x.cols, col);
     load_values(x.data, x.dtype, row * x.stride + col, n, v);

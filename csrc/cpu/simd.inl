@@ -1,8 +1,10 @@
-// Vectors of as many fp32 lanes as the instruction set has, and how floats come in and go out. Compilers of GCC's family
-// turn these vector types into SSE, AVX, AVX-512 or NEON, so everything that needs no shuffle is written once.
+// Vectors of as many fp32 lanes as the instruction set has, and how floats come in and go out. Compilers of
+// GCC's family turn these vector types into SSE, AVX, AVX-512 or NEON, so everything that needs no shuffle is
+// written once.
 //
-// Every kernels_*.cpp includes this into its own anonymous namespace: nothing here may become a symbol that the linker could
-// merge with code for another instruction set. For the same reason no C++ library template is used in the .inl files.
+// Every kernels_*.cpp includes this into its own anonymous namespace: nothing here may become a symbol that
+// the linker could merge with code for another instruction set. For the same reason no C++ library template
+// is used in the .inl files.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -15,8 +17,8 @@ constexpr int kLanes = 4;
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 
-constexpr int kBlock = 16;            // values that share a scale
-constexpr int kChunk = 256;           // values that are worked on at a time: the largest rotation group
+constexpr int kBlock = 16;   // values that share a scale
+constexpr int kChunk = 256;  // values that are worked on at a time: the largest rotation group
 constexpr int kBlocks = kChunk / kBlock;
 
 inline vf load(const float* p) {
@@ -78,7 +80,8 @@ inline float float_of(int32_t b) {
 constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kExponent = 0x7f800000;
 
-// ---- 16-bit floats ----------------------------------------------------------------------------------------------------------
+// ---- 16-bit floats
+// ----------------------------------------------------------------------------------------------------------
 
 inline float from_bf16(uint16_t h) {
     return float_of(int32_t(uint32_t(h) << 16));
@@ -124,7 +127,8 @@ inline void load_values(const void* data, Dtype dtype, int64_t offset, int64_t c
     int64_t i = 0;
 #if defined(__AVX512F__)
     for (; i + 16 <= count; i += 16) {
-        _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i))));
+        _mm512_storeu_ps(out + i,
+                         _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i))));
     }
 #elif defined(__F16C__)
     for (; i + 8 <= count; i += 8) {
@@ -158,7 +162,8 @@ inline void store_values(const float* in, Dtype dtype, int64_t offset, int64_t c
     for (; i < count; ++i) out[i] = to_f16(in[i]);
 }
 
-// ---- sums and maxima inside blocks ------------------------------------------------------------------------------------------
+// ---- sums and maxima inside blocks
+// ------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 struct Plus {
@@ -171,7 +176,8 @@ struct IntMax {
     }
 };
 
-// Reduces sixteen vectors at once, each by halves (k with k + 8, then k + 4, k + 2, k + 1); lane i is the result of v[i].
+// Reduces sixteen vectors at once, each by halves (k with k + 8, then k + 4, k + 2, k + 1); lane i is the
+// result of v[i].
 template <class Op>
 inline __m512 reduce16(const __m512* v) {
     __m512 a[8], b[4], c[2];
@@ -193,7 +199,8 @@ inline __m512 reduce16(const __m512* v) {
 }
 #endif
 
-// The bits of the largest magnitude of each of the 16 blocks: integers order like the magnitudes, and NaN is above them all.
+// The bits of the largest magnitude of each of the 16 blocks: integers order like the magnitudes, and NaN is
+// above them all.
 inline void block_amax(const float* v, int32_t* amax) {
 #if defined(__AVX512F__)
     __m512 a[kBlocks];
