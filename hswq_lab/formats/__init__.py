@@ -10,6 +10,7 @@ from hswq_lab.formats.gemm import fp4_gemm, fp8_weight, linear_int8, linear_w4a4
 from hswq_lab.formats.int8 import dequantize_int8, quantize_int8, requantize_int8
 from hswq_lab.formats.mxfp8 import dequantize_mxfp8, quantize_mxfp8, requantize_mxfp8
 from hswq_lab.formats.nvfp4 import (
+    amax,
     dequantize_nvfp4,
     quantize_nvfp4,
     requantize_nvfp4,
@@ -31,6 +32,7 @@ __all__ = [
     "Mxfp8Weight",
     "Nvfp4Weight",
     "PackedWeight",
+    "amax",
     "decode_e2m1",
     "decode_e4m3",
     "dequantize_fp8",

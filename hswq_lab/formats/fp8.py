@@ -16,6 +16,7 @@ from torch import Tensor
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._checks import check_matrix, dtype_name
 from hswq_lab.formats._rows import row_chunks
+from hswq_lab.formats.nvfp4 import amax
 from hswq_lab.formats.philox import uniform
 
 LEAST_SCALE = 2.0**-126
@@ -40,7 +41,7 @@ def fp8_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         HswqError: dtype is not an FP8 weight format.
     """
-    return (_amax(x) / _layout(dtype).largest).clamp(min=LEAST_SCALE)
+    return (amax(x) / _layout(dtype).largest).clamp(min=LEAST_SCALE)
 
 
 def quantize_fp8(
@@ -75,7 +76,7 @@ def requantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor, seed: int) -> t
     The scale is kept while the largest value still rounds to the format's largest or less; else it becomes
     `fp8_scale`. Arguments and results as of `quantize_fp8`.
     """
-    fits = _amax(x) / scale.float() <= _layout(dtype).half_step_above
+    fits = amax(x) / scale.float() <= _layout(dtype).half_step_above
     return quantize_fp8(x, dtype, torch.where(fits, scale.float(), fp8_scale(x, dtype)), seed)
 
 
@@ -96,10 +97,6 @@ def encode_fp8(y: Tensor, dtype: torch.dtype, u: Tensor | None = None) -> Tensor
     steps = magnitude / step
     low = steps.floor()
     return torch.copysign((low + (u < steps - low)) * step, y).to(dtype)
-
-
-def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax().float() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
 
 
 def _layout(dtype: torch.dtype) -> _Layout:

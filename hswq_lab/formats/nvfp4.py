@@ -38,14 +38,23 @@ if TYPE_CHECKING:
 BLOCK = 16
 
 
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of any tensor, fp32 scalar: 0 if it is empty, NaN if a value is."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    # Two reductions in x's dtype instead of |x| in full size; abs() turns the -0.0 of an all-zero x around.
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).abs().float()
+
+
 def tensor_scale(x: Tensor) -> Tensor:
     """The tensor's own scale: fp32 scalar ``max|x| / 2688`` (448 * 6); 0 for an all-zero or empty x."""
-    return _amax(x) / (E4M3_MAX * E2M1_MAX)
+    return amax(x) / (E4M3_MAX * E2M1_MAX)
 
 
 def tensor_scale_four_six(x: Tensor) -> Tensor:
     """fp32 scalar ``max|x| / 1536`` (256 * 6): leaves room for scales that "four_six" enlarges by 1.5."""
-    return _amax(x) / (256.0 * E2M1_MAX)
+    return amax(x) / (256.0 * E2M1_MAX)
 
 
 def tensor_scale_in_dtype(x: Tensor) -> Tensor:
@@ -197,14 +206,6 @@ def _block_grid(rows: int, cols: int) -> tuple[int, int]:
 
 def _in_blocks(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-
-
-def _amax(x: Tensor) -> Tensor:
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    # Two reductions in x's dtype instead of |x| in full size; abs() turns the -0.0 of an all-zero x around.
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).abs().float()
 
 
 def _scalar(value: Tensor, device: torch.device) -> Tensor:
