@@ -79,6 +79,7 @@ def test_every_seed_failed():
     verdict = judge("tc", [traced(1, math.nan, failed=True)])
     assert not verdict.passed
     assert math.isnan(verdict.mean)
+    assert "below" not in verdict.text
     assert verdict.worst_seed == 1
 
 

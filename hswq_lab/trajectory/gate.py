@@ -72,7 +72,7 @@ class VariantVerdict:
             reasons.append(f"NaN or infinity in seed {_seeds_and_steps(self.failed)}")
         if self.bifurcated:
             reasons.append(f"bifurcation in seed {_seeds_and_steps(self.bifurcated)}")
-        if not self.mean >= GATE_MEAN:
+        if self.mean < GATE_MEAN:
             reasons.append(f"the mean is below {GATE_MEAN}")
         return reasons
 
