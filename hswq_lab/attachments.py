@@ -30,7 +30,7 @@ from hswq_lab.lora.targets import unpacked
 Way = Literal["branch", "bake", "bake_from_source"]
 
 SCALES_KEY = "hswq.scales"
-"""Metadata of a pack: how its block scales were chosen ("rtn", "four_six", "sweep"); baking from source does the same."""
+"""Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class Attachments(Sequence[Attachment]):
     def effective_bias(self, layer: str) -> Tensor | None:
         """The layer's bias with everything that is baked into it; None without one."""
         key = f"{layer}.bias"
-        bias = self._checkpoint[key] if key in self._checkpoint else None
+        bias = self._checkpoint.get(key)
         if isinstance(bias, PackedWeight):
             raise HswqError("a bias is packed", file=self._checkpoint.path, tensor=key)
         return bake_bias(bias, self._baked_deltas(layer))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hswq_lab import ops, packing
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, PackedWeight
+from hswq_lab.formats import Fp8Weight, Int8Weight, Mxfp8Weight, Nvfp4Weight, PackedWeight
 from hswq_lab.modes import Resolved
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ class Int8Linear(LabLinear):
 
 
 class Fp8Linear(LabLinear):
-    """An FP8 weight, multiplied in x's dtype."""
+    """An FP8 or MXFP8 weight, multiplied in x's dtype."""
 
-    weight: Fp8Weight
+    weight: Fp8Weight | Mxfp8Weight
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LabLinear.multiply`."""

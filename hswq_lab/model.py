@@ -167,7 +167,7 @@ class Model:
 
     def spec(self) -> ModelSpec:
         """A small picklable description from which another process builds the same model."""
-        from hswq_lab.spec import spec_of
+        from hswq_lab.spec import spec_of  # noqa: PLC0415 - a spec builds models, so it imports this module
 
         return spec_of(self)
 
@@ -195,7 +195,8 @@ class Model:
 
     def _resolve(self, layer: str) -> Resolved:
         entry = self.checkpoint.entry(f"{layer}.weight")
-        return resolve(layer, entry.format, entry.calibrated, self.request, ops.fp4_is_native(self.device))
+        native = ops.fp4_is_native(self.device)
+        return resolve(layer, entry.format, self.request, calibrated=entry.calibrated, fp4_is_native=native)
 
     # -- LoRAs -----------------------------------------------------------------------------------------------
 
@@ -205,6 +206,7 @@ class Model:
         strength: float = 1.0,
         how: Way = "branch",
         source: Checkpoint | None = None,
+        *,
         allow_unmatched: bool = False,
     ) -> BakeReport:
         """Puts a LoRA on the model and proves that it arrived.

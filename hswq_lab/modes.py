@@ -61,33 +61,29 @@ def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, s
 
 
 def resolve(
-    name: str, weight_format: str, calibrated: bool, request: ModeRequest, fp4_is_native: bool
+    name: str, weight_format: str, request: ModeRequest, *, calibrated: bool, fp4_is_native: bool
 ) -> Resolved:
     """The mode of one layer.
 
     Args:
         name: the layer, for the error.
         weight_format: "nvfp4", "int8_tensorwise", "float8_e4m3fn", … or "16-bit".
-        calibrated: whether the layer has an input_scale.
         request: what was asked for.
+        calibrated: whether the layer has an input_scale.
         fp4_is_native: whether this device multiplies FP4 in hardware.
 
     Raises:
         HswqError: tc or tc8 was asked for, the layer has no input_scale, and nothing was said about that; or a
             format that no arithmetic is known for.
     """
-    if weight_format == "16-bit":
-        return Resolved("16-bit", "none", "not packed")
-    if weight_format.startswith("int8"):
-        return Resolved("int8", "dynamic", "runs as itself in every mode")
-    if weight_format.startswith("float8"):
-        return Resolved("fp8", "none", "runs as itself in every mode")
+    if weight_format in _AS_THEMSELVES:
+        return _AS_THEMSELVES[weight_format]
     if weight_format != "nvfp4":
         raise HswqError("no arithmetic is known for this packed format", tensor=name, found=weight_format)
     if request.mode == "parity":
         return Resolved("parity", "none", request.origin)
     if request.mode == "auto":
-        return _automatic(calibrated, fp4_is_native)
+        return _automatic(calibrated=calibrated, fp4_is_native=fp4_is_native)
     how = "native FP4" if fp4_is_native else "emulated: same numbers through wider arithmetic"
     if request.mode == "tc8":
         how = "FP8 activations"
@@ -102,7 +98,17 @@ def resolve(
     return Resolved(request.mode, request.uncalibrated, f"{request.origin}, no input_scale ({how})")
 
 
-def _automatic(calibrated: bool, fp4_is_native: bool) -> Resolved:
+_AS_ITSELF = "runs as itself in every mode"
+_AS_THEMSELVES = {
+    "16-bit": Resolved("16-bit", "none", "not packed"),
+    "int8_tensorwise": Resolved("int8", "dynamic", _AS_ITSELF),
+    "float8_e4m3fn": Resolved("fp8", "none", _AS_ITSELF),
+    "float8_e5m2": Resolved("fp8", "none", _AS_ITSELF),
+    "mxfp8": Resolved("fp8", "none", _AS_ITSELF),
+}
+
+
+def _automatic(*, calibrated: bool, fp4_is_native: bool) -> Resolved:
     if calibrated and fp4_is_native:
         return Resolved("tc", "static", "calibrated, and FP4 is native here")
     reason = "no input_scale" if not calibrated else "no FP4 tensor cores here"

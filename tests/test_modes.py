@@ -9,7 +9,8 @@ from hswq_lab.modes import ModeRequest, request_from_environment, resolve
 
 
 def resolved(mode="auto", calibrated=True, native=False, form="nvfp4", uncalibrated=None):
-    return resolve("layers.0.x", form, calibrated, ModeRequest(mode, uncalibrated, "asked for"), native)
+    request = ModeRequest(mode, uncalibrated, "asked for")
+    return resolve("layers.0.x", form, request, calibrated=calibrated, fp4_is_native=native)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,13 @@ def test_an_explicit_tc_says_whether_it_is_emulated():
 
 @pytest.mark.parametrize(
     ("form", "mode"),
-    [("16-bit", "16-bit"), ("int8_tensorwise", "int8"), ("float8_e4m3fn", "fp8"), ("float8_e5m2", "fp8")],
+    [
+        ("16-bit", "16-bit"),
+        ("int8_tensorwise", "int8"),
+        ("float8_e4m3fn", "fp8"),
+        ("float8_e5m2", "fp8"),
+        ("mxfp8", "fp8"),
+    ],
 )
 @pytest.mark.parametrize("request_mode", ["auto", "parity", "tc", "tc8"])
 def test_other_formats_run_as_themselves(form, mode, request_mode):

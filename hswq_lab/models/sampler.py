@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from hswq_lab.errors import HswqError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Velocity = Callable[[Tensor, float], Tensor]
 """(latent [C,h,w] fp32, sigma) → predicted x0 − ε [C,h,w], guidance already applied."""
@@ -93,7 +93,7 @@ def euler(
         The final latent, [C,h,w] fp32.
     """
     latent = noise
-    for index, (sigma, following) in enumerate(zip(levels, levels[1:], strict=False)):
+    for index, (sigma, following) in enumerate(pairwise(levels)):
         direction = velocity(latent, sigma).float()
         x0 = latent + sigma * direction
         latent = latent - (following - sigma) * direction
@@ -134,22 +134,20 @@ class Run:
         return self.latents[-1]
 
     @property
-    def image(self) -> Image:
+    def image(self) -> Image.Image:
         """The picture."""
         return self.picture(self.final)
 
-    def x0_image(self, step: int) -> Image:
+    def x0_image(self, step: int) -> Image.Image:
         """The picture that the model had in mind in a step."""
         return self.picture(self.x0[step])
 
-    def picture(self, latent: Tensor) -> Image:
+    def picture(self, latent: Tensor) -> Image.Image:
         """A latent of this run's kind as a picture.
 
         Raises:
             HswqError: the model has no codec, or the latent holds NaN or infinity.
         """
-        from PIL import Image
-
         return Image.fromarray(self.pixels(latent))
 
     def pixels(self, latent: Tensor | None = None) -> np.ndarray:
@@ -169,8 +167,6 @@ class Run:
     def _repr_png_(self) -> bytes | None:
         if self.codec is None:
             return None
-        import io
-
         buffer = io.BytesIO()
         self.image.resize((256, 256), resample=0).save(buffer, "PNG")
         return buffer.getvalue()
