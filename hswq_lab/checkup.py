@@ -70,9 +70,6 @@ class DoctorReport(Result):
         """One row a check."""
         return pd.DataFrame([vars(check) for check in self.checks])
 
-    def _plot(self) -> str:
-        return ""  # a table says it all
-
     def __str__(self) -> str:
         marks = {"ok": " ", "note": "-", "problem": "!"}
         lines, topic = [], ""

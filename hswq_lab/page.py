@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from plotly.offline import get_plotlyjs
 
+from hswq_lab.plots import has_figure
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
     import plotly.graph_objects as go
+
+    from hswq_lab.results import Result
 
 _FILTER = """
 document.querySelectorAll('input.filter').forEach(function (field) {
@@ -70,6 +73,17 @@ class Page:
     def write(self, path: Path) -> None:
         """Writes the page whole or not at all; raises HswqError where that is not possible."""
         write_text(path, self.html())
+
+
+def result_page(result: Result) -> Page:
+    """One result object as a page: what it says of itself, its plot if there is one, its table."""
+    made = Page(type(result).__name__, getattr(result, "model", ""))
+    if type(result).__str__ is not object.__str__:
+        made.section("In short", code(str(result)))
+    if has_figure(result):
+        made.section("Plot", plot(result.figure()))
+    made.section("Table", table(result.to_frame(), searchable=True))
+    return made
 
 
 def prose(*paragraphs: str) -> str:

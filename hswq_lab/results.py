@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import json
 import math
 import os
@@ -19,13 +18,6 @@ from hswq_lab.errors import HswqError
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-_TABLE_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;"
-    "color:#222;background:#fff}table{border-collapse:collapse;font-size:13px}"
-    "td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right}"
-    "th{background:#f4f4f4}td:first-child,th:first-child{text-align:left}"
-)
 
 
 class Result:
@@ -61,7 +53,9 @@ class Result:
             case ".csv":
                 write_text(target, self.to_frame().to_csv(index=False))
             case ".html":
-                write_text(target, self._page())
+                from hswq_lab.page import result_page  # noqa: PLC0415 - pages know results
+
+                result_page(self).write(target)
             case ".png" | ".svg" | ".pdf":
                 from hswq_lab.export import save_figure  # noqa: PLC0415 - export imports this module
 
@@ -74,19 +68,6 @@ class Result:
                     expected=".json, .csv, .html, .png, .svg or .pdf",
                 )
         return target
-
-    def _plot(self) -> str:
-        """The figure as a piece of HTML that works offline; a result that is only a table returns ""."""
-        return str(self.figure().to_html(full_html=False, include_plotlyjs=True))
-
-    def _page(self) -> str:
-        title = html.escape(type(self).__name__)
-        plot = self._plot()
-        table = self.to_frame().to_html(index=False, escape=True, float_format=lambda v: f"{v:.5g}", border=0)
-        return (
-            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-            f"<style>{_TABLE_STYLE}</style></head><body><h1>{title}</h1>{plot}{table}</body></html>"
-        )
 
 
 def write_text(path: Path, text: str) -> None:

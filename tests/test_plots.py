@@ -13,11 +13,15 @@ import pytest
 import torch
 
 from hswq_lab import export
+from hswq_lab.bench import GemmBench, GemmRow, ModelBench, ModelRow, Roofline
+from hswq_lab.bench.gemm import ALONE, WHOLE
+from hswq_lab.checkpoint import diff, inspect
 from hswq_lab.errors import HswqError
-from hswq_lab.lora import BakeReport, LayerEvidence
+from hswq_lab.lora import BakeReport, LayerEvidence, LoraReport, LoraRow
 from hswq_lab.plots import (
     divergence_figure,
     figure_of,
+    has_figure,
     impact_figure,
     layer_map_figure,
     pareto_figure,
@@ -35,6 +39,7 @@ from hswq_lab.quantize import (
     ParetoReport,
 )
 from hswq_lab.report import LayerRow, LoadReport
+from hswq_lab.results import Result
 from hswq_lab.trajectory import SeedTrace, TrajectoryReport
 from hswq_lab.trajectory.pictures import PictureDistance
 
@@ -303,3 +308,68 @@ def test_pictures_through_a_browser(tmp_path):
     assert "<svg" in svg
     assert "Impact of each layer" in svg
     assert "font-family: Inter" in svg
+
+
+def test_a_file_is_shown_as_the_map_of_its_matrices(tiny_pack):
+    report = inspect(tiny_pack.checkpoint)
+    figure = figure_of(report)
+    matrices = [row for row in report.rows if row.name.endswith(".weight") and len(row.shape) == 2]
+    cells = sum(code is not None for trace in figure.data[:2] for line in trace.z for code in line)
+    assert cells == len(matrices)
+    assert sum(bar.x[0] for bar in figure.data[2:]) == pytest.approx(
+        sum(row.nbytes for row in matrices) / 2**20
+    )
+
+
+def test_a_difference_shows_what_differs_and_leaves_out_what_does_not(tiny_model, tiny_pack):
+    figure = figure_of(diff(tiny_model, tiny_pack))
+    shown = {name for bar in figure.data for name in bar.x}
+    assert shown == set(tiny_model.layers())
+    assert figure_of(diff(tiny_pack, tiny_pack)).data == ()
+
+
+def test_a_lora_shows_its_modules_by_what_became_of_them():
+    rows = [
+        LoraRow("a", ("k",), "LoRA", "matched", "layers.0.x", norm=2.0, rank=4),
+        LoraRow("b", ("k",), "LoRA", "unmatched", why_not="no such layer", norm=1.0),
+    ]
+    figure = figure_of(LoraReport("style", "", "", rows))
+    assert {(bar.name, bar.x, bar.y) for bar in figure.data} == {
+        ("matched", ("a",), (2.0,)),
+        ("unmatched", ("b",), (1.0,)),
+    }
+
+
+def test_products_have_a_panel_a_size_and_the_roofline_of_the_peer():
+    rows = [
+        GemmRow("torch bfloat16", WHOLE, "torch", m, 64, 32, 1e-3, 2.0, 1.0, 0.5, 1.0, 0.0) for m in (1, 16)
+    ] + [GemmRow("w4a4", ALONE, "cpu", m, 64, 32, 1e-3, 4.0, 1.0, 0.9, 2.0, 0.1, 3, "why") for m in (1, 16)]
+    report = GemmBench({"name": "here"}, Roofline(1e9, 1e12, "bfloat16"), "bfloat16", 3, rows)
+    figure = figure_of(report)
+    assert [note.text for note in figure.layout.annotations] == ["M = 1", "M = 16"]
+    roofs = [item for item in figure.data if item.name == "roofline in bfloat16"]
+    assert [roof.y for roof in roofs] == [(4.0,), (4.0,)]
+    assert "6 calls fell back" in figure.layout.title.subtitle.text
+
+
+def test_a_picture_bench_is_a_bar_a_model():
+    row = ModelRow("tc", "tc", 2.0, 2.1, 1.5, 0.99, 0.9, 30.0, 2**20, None, 0.1, {"tc": 4}, 0, "", None)
+    report = ModelBench({"name": "here"}, "a", 42, 4, 2.5, (64, 64), 3, [row])
+    (bar,) = figure_of(report).data
+    assert (bar.y, bar.x) == (("tc",), (2.0,))
+    assert "1.50×" in bar.text[0]
+
+
+def test_a_result_without_a_figure_is_a_page_with_its_table(tmp_path):
+    class Plain(Result):
+        def to_frame(self):
+            return pd.DataFrame({"name": [EVIL]})
+
+        def __str__(self):
+            return EVIL
+
+    assert not has_figure(Plain())
+    text = Plain().save(tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "Plotly.newPlot" not in text
+    assert EVIL not in text
+    assert "&lt;img" in text

@@ -69,9 +69,6 @@ class CheckReport(Result):
     layers: list[LayerCheck] = field(repr=False)
     layout: LayoutReport = field(repr=False)
 
-    def _plot(self) -> str:
-        return ""
-
     def to_frame(self) -> pd.DataFrame:
         """One row a finding."""
         columns = ["severity", "rule", "tensor", "problem", "found", "expected", "fix"]

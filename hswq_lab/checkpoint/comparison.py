@@ -64,9 +64,6 @@ class DiffReport(Result):
     rows: list[DiffRow] = field(repr=False)
     metadata: dict[str, tuple[str | None, str | None]] = field(repr=False)
 
-    def _plot(self) -> str:
-        return ""
-
     def to_frame(self) -> pd.DataFrame:
         """One row a name."""
         return pd.DataFrame([vars(row) for row in self.rows])

@@ -76,9 +76,6 @@ class ConvertReport(Result):
     rows: list[ConvertRow] = field(repr=False)
     warnings: list[str] = field(default_factory=list)
 
-    def _plot(self) -> str:
-        return ""
-
     def to_frame(self) -> pd.DataFrame:
         """One row a packed layer."""
         columns = list(ConvertRow.__dataclass_fields__)

@@ -81,9 +81,6 @@ class InspectReport(Result):
     metadata: dict[str, str] = field(repr=False)
     rows: list[InspectRow] = field(repr=False)
 
-    def _plot(self) -> str:
-        return ""
-
     def to_frame(self) -> pd.DataFrame:
         """One row a name; scale statistics in columns of their own."""
         return pd.DataFrame([_flat(row) for row in self.rows])

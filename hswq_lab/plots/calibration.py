@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.observe import CalibrationReport
 
 RANGE = 2688  # = 6 · 448: the largest value that NVFP4 holds at a tensor scale of 1
-MOST_LABELS = 90  # more names than this cannot be read side by side; hovering still shows them
 
 
 def ranges_figure(report: CalibrationReport) -> go.Figure:
@@ -24,7 +23,7 @@ def ranges_figure(report: CalibrationReport) -> go.Figure:
         f"{report.model} ({report.source}), {style.count(len(report.prompts), 'prompt')}, "
         f"{style.count(report.steps, 'step')}; "
         f"{len(report.exceeding)} layers exceed their scale, {len(report.unreached)} not reached",
-        height=520 if len(rows) <= MOST_LABELS else 440,
+        height=520 if len(rows) <= style.MOST_LABELS else 440,
     )
     figure.add_trace(_dots("largest value", names, [row.amax for row in rows], style.BLUE, "circle"))
     figure.add_trace(_dots("99.9th percentile", names, [row.p999 for row in rows], style.SKY, "circle-open"))
@@ -42,12 +41,9 @@ def ranges_figure(report: CalibrationReport) -> go.Figure:
         )
         figure.add_trace(clipped)
     figure.update_xaxes(categoryorder="array", categoryarray=names, tickangle=-90, tickfont={"size": 9})
-    figure.update_xaxes(showticklabels=len(rows) <= MOST_LABELS)
+    figure.update_xaxes(showticklabels=len(rows) <= style.MOST_LABELS)
     figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="|x| after rotation")
-    figure.update_layout(
-        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom"},
-        margin={"t": 104},
-    )
+    style.legend_above(figure)
     return figure
 
 

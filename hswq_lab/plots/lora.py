@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hswq_lab.lora import BakeReport
     from hswq_lab.lora.evidence import LayerEvidence
 
-MOST_LABELS = 90  # more names than this cannot be read side by side; hovering still shows them
-
 
 def retention_figure(reports: Mapping[str, BakeReport]) -> go.Figure:
     """Retained share per layer and the error that came with it, a row a way; both relative to ‖ΔW‖.
@@ -47,9 +45,11 @@ def retention_figure(reports: Mapping[str, BakeReport]) -> go.Figure:
         style.rule(figure, ENOUGH, row=row)
     figure.update_xaxes(categoryorder="array", categoryarray=style.texts(names), tickangle=-90)
     figure.update_xaxes(showticklabels=False)
-    figure.update_xaxes(showticklabels=len(names) <= MOST_LABELS, tickfont={"size": 9}, row=len(reports))
+    figure.update_xaxes(
+        showticklabels=len(names) <= style.MOST_LABELS, tickfont={"size": 9}, row=len(reports)
+    )
     figure.update_yaxes(title="share of ‖ΔW‖", rangemode="tozero", dtick=0.5)
-    style.legend_below(figure, 150 if len(names) <= MOST_LABELS else 40)
+    style.legend_below(figure, 150 if len(names) <= style.MOST_LABELS else 40)
     return figure
 
 

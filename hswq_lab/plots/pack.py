@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -13,6 +14,8 @@ from hswq_lab.plots import style
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hswq_lab.checkpoint import InspectReport
+    from hswq_lab.checkpoint.inspection import InspectRow
     from hswq_lab.report import LayerRow, LoadReport
 
 _CELL = 24  # pixels a row of the map
@@ -38,13 +41,51 @@ def place_of(layer: str) -> Place:
     return Place("", layer)
 
 
+class Tile(NamedTuple):
+    """One layer on the map; `note` is what hovering shows, as markup that is safe already."""
+
+    layer: str
+    format: str
+    bytes: int
+    note: str
+
+
 def layer_map_figure(report: LoadReport) -> go.Figure:
     """A cell for each Linear (rows: kinds, columns: blocks), coloured by format; bytes by format below."""
-    places = {row.layer: place_of(row.layer) for row in report.layers}
-    inside = [row for row in report.layers if places[row.layer].block]
-    outside = [row for row in report.layers if not places[row.layer].block]
-    kinds = list(dict.fromkeys(places[row.layer].kind for row in inside))
-    blocks = list(dict.fromkeys(places[row.layer].block for row in inside))
+    modes = ", ".join(f"{count} {mode}" for mode, count in Counter(row.mode for row in report.layers).items())
+    calibrated = sum(row.calibrated for row in report.layers)
+    return tile_map(
+        [Tile(row.layer, row.format, row.bytes, _note(row)) for row in report.layers],
+        f"{len(report.layers)} Linears, {report.bits_per_weight:.2f} bits a weight",
+        f"{report.model} on {report.device}; layers by mode: {modes}; {calibrated} calibrated",
+    )
+
+
+def contents_figure(report: InspectReport) -> go.Figure:
+    """The same map from a file alone: every matrix named ….weight."""
+    rows = [row for row in report.rows if row.name.endswith(".weight") and len(row.shape) == 2]
+    packed = sum(row.scales is not None for row in rows)
+    calibrated = sum(row.calibrated for row in rows)
+    return tile_map(
+        [Tile(row.name.removesuffix(".weight"), row.format, row.nbytes, _contents_note(row)) for row in rows],
+        f"{len(rows)} matrices, {report.bits_per_weight:.2f} bits a weight",
+        f"{Path(report.path).name}: {packed} packed, {calibrated} of them calibrated",
+    )
+
+
+def tile_map(tiles: Sequence[Tile], title: str, subtitle: str) -> go.Figure:
+    """The map of any set of layers.
+
+    Args:
+        tiles: in network order.
+        title: plain text.
+        subtitle: plain text.
+    """
+    places = {tile.layer: place_of(tile.layer) for tile in tiles}
+    inside = [tile for tile in tiles if places[tile.layer].block]
+    outside = [tile for tile in tiles if not places[tile.layer].block]
+    kinds = list(dict.fromkeys(places[tile.layer].kind for tile in inside))
+    blocks = list(dict.fromkeys(places[tile.layer].block for tile in inside))
     map_height = _CELL * max(3, len(kinds), len(outside))
     figure = make_subplots(
         rows=2,
@@ -55,31 +96,24 @@ def layer_map_figure(report: LoadReport) -> go.Figure:
         vertical_spacing=90 / (map_height + _BAR + 90),
         specs=[[{}, {}], [{}, None]],
     )
-    title = f"{len(report.layers)} Linears, {report.bits_per_weight:.2f} bits a weight"
-    style.dress(figure, title, _about(report), height=map_height + _BAR + _AROUND)
-    formats = sorted({row.format for row in report.layers})
-    cells = {places[row.layer]: row for row in inside}
+    style.dress(figure, title, subtitle, height=map_height + _BAR + _AROUND)
+    formats = sorted({tile.format for tile in tiles})
+    cells = {places[tile.layer]: tile for tile in inside}
     grid = [[cells.get(Place(block, kind)) for block in blocks] for kind in kinds]
     figure.add_trace(_map(grid, style.texts(blocks), style.texts(kinds), formats), row=1, col=1)
-    names = style.texts(row.layer for row in outside)
-    figure.add_trace(_map([[row] for row in outside], [""], names, formats), row=1, col=2)
+    names = style.texts(tile.layer for tile in outside)
+    figure.add_trace(_map([[tile] for tile in outside], [""], names, formats), row=1, col=2)
     for form in formats:
-        figure.add_trace(_bytes(form, [row for row in report.layers if row.format == form]), row=2, col=1)
+        figure.add_trace(_bytes(form, [tile for tile in tiles if tile.format == form]), row=2, col=1)
     _arrange(figure)
     return figure
 
 
-def _about(report: LoadReport) -> str:
-    modes = ", ".join(f"{count} {mode}" for mode, count in Counter(row.mode for row in report.layers).items())
-    calibrated = sum(row.calibrated for row in report.layers)
-    return f"{report.model} on {report.device}; layers by mode: {modes}; {calibrated} calibrated"
-
-
 def _map(
-    grid: Sequence[Sequence[LayerRow | None]], columns: list[str], rows: list[str], formats: Sequence[str]
+    grid: Sequence[Sequence[Tile | None]], columns: list[str], rows: list[str], formats: Sequence[str]
 ) -> go.Heatmap:
     """One tile a layer. A heat map's colours are a scale, so each format gets a flat stretch of it."""
-    share = 1 / len(formats)
+    share = 1 / max(1, len(formats))
     scale: list[tuple[float, str]] = []
     for index, form in enumerate(formats):
         color = style.format_color(form)
@@ -87,35 +121,47 @@ def _map(
     return go.Heatmap(
         x=columns,
         y=rows,
-        z=[[None if row is None else formats.index(row.format) for row in line] for line in grid],
+        z=[[None if tile is None else formats.index(tile.format) for tile in line] for line in grid],
         zmin=-0.5,
         zmax=len(formats) - 0.5,
-        colorscale=scale,
+        colorscale=scale or None,
         showscale=False,
         xgap=2,
         ygap=2,
-        customdata=[[_note(row) for row in line] for line in grid],
+        customdata=[["" if tile is None else tile.note for tile in line] for line in grid],
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
     )
 
 
-def _note(row: LayerRow | None) -> str:
-    if row is None:
-        return ""
-    group = "not rotated" if row.group is None else f"rotated in groups of {row.group}"
+def _note(row: LayerRow) -> str:
     lines = [
         style.text(row.layer),
-        f"{style.format_name(row.format)}, {row.n} × {row.k}, {group}",
+        f"{style.format_name(row.format)}, {row.n} × {row.k}, {_rotation(row.group)}",
         f"runs as {row.mode}: {style.text(row.why)}",
     ]
     return "<br>".join([*lines, style.text(row.loras)] if row.loras else lines)
 
 
-def _bytes(form: str, rows: Sequence[LayerRow]) -> go.Bar:
-    size = sum(row.bytes for row in rows)
+def _contents_note(row: InspectRow) -> str:
+    lines = [
+        style.text(row.name),
+        f"{style.format_name(row.format)}, {' × '.join(map(str, row.shape))}, {_rotation(row.group)}",
+        f"{row.nbytes:,} bytes, {row.bits:.2f} bits a weight",
+    ]
+    if row.scales is not None and row.scales.input_scale is not None:
+        lines.append(f"input_scale {row.scales.input_scale:.4g}")
+    return "<br>".join(lines)
+
+
+def _rotation(group: int | None) -> str:
+    return "not rotated" if group is None else f"rotated in groups of {group}"
+
+
+def _bytes(form: str, tiles: Sequence[Tile]) -> go.Bar:
+    size = sum(tile.bytes for tile in tiles)
     return go.Bar(
-        name=f"{style.format_name(form)}: {len(rows)} layers",
+        name=f"{style.format_name(form)}: {style.count(len(tiles), 'layer')}",
         orientation="h",
         x=[size / 2**20],
         y=[""],

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.impact import ImpactReport, LayerImpact
     from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 
-MOST_LABELS = 90  # more names than this cannot be read side by side; hovering still shows them
-
 
 def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "nvfp4") -> go.Figure:
     """Impact of every layer in one format, the least sensitive first, with 95 % intervals, on a log axis.
@@ -35,18 +33,15 @@ def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "n
         "‖x − x_ref‖² / ‖x_ref‖² of the final latent with only this layer quantised; "
         f"{style.count(len(report.seeds), 'seed')}, {style.count(report.steps, 'step')}"
         + (", 95 % interval of the mean" if len(report.seeds) > 1 else ""),
-        height=520 if len(layers) <= MOST_LABELS else 440,
+        height=520 if len(layers) <= style.MOST_LABELS else 440,
     )
     for kind in dict.fromkeys(chosen.values()):
         mine = [row for row in rows if chosen[row.layer] == kind]
         figure.add_trace(_bars(mine, kind, planned=plan is not None))
     figure.update_xaxes(categoryorder="array", categoryarray=style.texts(layers), tickangle=-90)
-    figure.update_xaxes(showticklabels=len(layers) <= MOST_LABELS, tickfont={"size": 9}, title="")
+    figure.update_xaxes(showticklabels=len(layers) <= style.MOST_LABELS, tickfont={"size": 9}, title="")
     figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="impact")
-    figure.update_layout(
-        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom"},
-        margin={"t": 104},
-    )
+    style.legend_above(figure)
     return figure
 
 

@@ -28,7 +28,10 @@ FONT = "Inter, 'Source Sans 3', 'Liberation Sans', Arial, sans-serif"
 
 _FORMATS = {"nvfp4": VERMILION, "int8": BLUE, "float8": GREEN, "mxfp8": PURPLE, "16-bit": GREY}
 _FORMAT_NAMES = {"nvfp4": "NVFP4", "int8": "INT8", "float8": "FP8", "mxfp8": "MXFP8", "16-bit": "16 bit"}
-_VARIANTS = {"parity": BLUE, "tc": VERMILION, "tc8": GREEN, "16-bit": GREY}
+_VARIANTS = {"parity": BLUE, "tc": VERMILION, "tc8": GREEN, "16-bit": GREY, "auto": GREY}
+
+MOST_LABELS = 90
+"""More names than this cannot be read side by side; hovering still shows them."""
 
 SEQUENTIAL = "Cividis"  # uniform in lightness, and made for colour-blind readers (Nuñez et al. 2018)
 
@@ -136,6 +139,14 @@ def legend_below(figure: go.Figure, offset: int = 64) -> None:
     figure.update_layout(
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -offset / plot_height, "yanchor": "top"},
         margin={"b": offset + 40},
+    )
+
+
+def legend_above(figure: go.Figure) -> None:
+    """Puts the legend between the title and the plot, for figures whose axis labels need the room below."""
+    figure.update_layout(
+        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom"},
+        margin={"t": 104},
     )
 
 
