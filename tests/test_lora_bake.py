@@ -18,10 +18,12 @@ from hswq_lab.lora import (
     bake_from_source,
     bake_in_place,
     lora_from_tensors,
+    rounding,
 )
 from hswq_lab.lora.evidence import Measured, measure
 from hswq_lab.lora.parts import LowRank
 from hswq_lab.lora.rounding import round_stochastic
+from hswq_lab.lora.rows import keep_rows
 from hswq_lab.packing import dequantize, pack_weight
 
 N, K = 384, 256
@@ -151,6 +153,24 @@ def test_rows_that_no_delta_touches_keep_their_codes(form):
         assert torch.equal(old[untouched], new[untouched])
         assert not torch.equal(old[~untouched], new[~untouched])
     assert torch.equal(_values(baked)[untouched], _values(pack)[untouched])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_kept_rows_are_those_of_the_weight_before_with_their_scales(form):
+    before, after = _pack(form, _source()), _pack(form, _source().flip(0) * 1.5)
+    shared = (
+        {"scale": before.scale} if getattr(getattr(before, "scale", None), "dim", lambda: 2)() == 0 else {}
+    )
+    after = replace(after, **shared) if shared else after
+    untouched = torch.arange(N) % 3 == 0
+    kept = keep_rows(before, after, untouched)
+    assert torch.equal(_values(kept)[untouched], _values(before)[untouched])
+    assert torch.equal(_values(kept)[~untouched], _values(after)[~untouched])
+
+
+def test_rows_are_not_kept_where_they_share_a_scale_that_changed():
+    before, after = _pack("fp8 e4m3", _source()), _pack("fp8 e4m3", _source() * 1.5)
+    assert keep_rows(before, after, torch.ones(N, dtype=torch.bool)) is after
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -355,9 +375,12 @@ def test_the_report_counts_kinds_rotations_and_what_is_left():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_stochastic_rounding_has_the_right_mean_and_keeps_exact_values(dtype):
+def test_stochastic_rounding_has_the_right_mean_and_keeps_exact_values(dtype, monkeypatch):
     exact = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     assert torch.equal(round_stochastic(exact, dtype, 7).float(), exact)
+    monkeypatch.setattr(rounding, "uniform", lambda _, rows, k, device: torch.zeros(64, k, device=device))
+    assert torch.equal(round_stochastic(exact, dtype, 7).float(), exact)
+    monkeypatch.undo()
     special = torch.tensor([[0.0, -0.0, 6e-8, -6e-8, 1.0, -1.0]])
     assert torch.isfinite(round_stochastic(special, dtype, 7)).all()
     value = torch.full((256, 256), -(1 + torch.finfo(dtype).eps * 0.3))
