@@ -13,8 +13,9 @@ from hswq_lab.errors import HswqError
 from hswq_lab.lora.bake import total_delta
 from hswq_lab.lora.convert import Dialect, write_units
 from hswq_lab.lora.parts import LowRank
-from hswq_lab.lora.targets import layers_of, split_names, weight_of
+from hswq_lab.lora.targets import layers_of, weight_of
 from hswq_lab.lora.units import Unit
+from hswq_lab.models.names import diffusers_names
 from hswq_lab.progress import Progress, silent
 from hswq_lab.results import Result
 
@@ -106,7 +107,7 @@ def merge_loras(
     for done, layer in enumerate(touched):
         tell(done, len(touched), layer)
         here = [(found[layer], strength) for found, strength in deltas if layer in found]
-        names = split_names(layer) if to != "native" else [layer]
+        names = list(diffusers_names(layer)) if to != "native" else [layer]
         for unit, row in _merged_units(here, names, weight_of(layers, layer), rank, dtype):
             units.append(unit)
             rows.append(row)

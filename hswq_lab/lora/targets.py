@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora.dialects import squash, without_prefixes
+from hswq_lab.models.names import diffusers_names
 from hswq_lab.packing import dequantize
 
 if TYPE_CHECKING:
@@ -41,49 +42,21 @@ class Target(NamedTuple):
     k: int
 
 
-_QKV = "attention.qkv"
-_QKV_PARTS = ("to_q", "to_k", "to_v")
-# Native ending → endings that other layouts use for the whole layer.
-_OTHER_ENDINGS: Mapping[str, tuple[str, ...]] = {
-    "attention.out": ("attention.to_out.0", "attention.to_out"),
-    _QKV: ("attention.to_qkv",),
-}
-# Native beginning → the same in diffusers' layout (patch size 2, frame patch size 1).
-_OTHER_BEGINNINGS: Mapping[str, str] = {
-    "x_embedder": "all_x_embedder.2-1",
-    "final_layer.": "all_final_layer.2-1.",
-}
+# Other endings of a whole layer that writers use beside diffusers' own.
+_MORE_ENDINGS: Mapping[str, str] = {"attention.out": "attention.to_out", "attention.qkv": "attention.to_qkv"}
 
 
 def _aliases(layer: str, n: int, k: int) -> Iterator[tuple[str, Target]]:
     """Every name under which a LoRA may address the layer or a part of its rows."""
-    names = [layer]
-    for native, other in _OTHER_BEGINNINGS.items():
-        if layer.startswith(native):
-            names.append(other + layer.removeprefix(native))
-    for native, others in _OTHER_ENDINGS.items():
+    yield layer, Target(layer, 0, n, k)
+    for native, other in _MORE_ENDINGS.items():
         if layer.endswith(native):
-            names += [layer.removesuffix(native) + other for other in others]
-    for name in names:
-        yield name, Target(layer, 0, n, k)
-    if layer.endswith(_QKV) and n % 3 == 0:
-        third = n // 3
-        for index, part in enumerate(_QKV_PARTS):
-            name = f"{layer.removesuffix('qkv')}{part}"
-            yield name, Target(layer, index * third, (index + 1) * third, k)
-
-
-def split_names(layer: str) -> list[str]:
-    """diffusers' names of a native layer: to_q, to_k, to_v in row order for a fused qkv, else one name."""
-    if layer.endswith(_QKV):
-        return [f"{layer.removesuffix('qkv')}{part}" for part in _QKV_PARTS]
-    for native, other in _OTHER_BEGINNINGS.items():
-        if layer.startswith(native):
-            return [other + layer.removeprefix(native)]
-    for native, others in _OTHER_ENDINGS.items():
-        if layer.endswith(native):
-            return [layer.removesuffix(native) + others[0]]
-    return [layer]
+            yield layer.removesuffix(native) + other, Target(layer, 0, n, k)
+    parts = diffusers_names(layer)
+    if n % len(parts) == 0:
+        rows = n // len(parts)
+        for index, name in enumerate(parts):
+            yield name, Target(layer, index * rows, (index + 1) * rows, k)
 
 
 class TargetIndex:

@@ -9,7 +9,7 @@ import torch
 
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.parts import Dora, Full, LowRank, Part
-from hswq_lab.lora.targets import split_names
+from hswq_lab.models.names import diffusers_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def units_of(delta: LayerDelta, *, split: bool) -> list[Unit]:
         HswqError: a kind of delta cannot be cut or joined the way the dialect needs it.
     """
     n = delta.shape[0]
-    names = split_names(delta.layer) if split else [delta.layer]
+    names = list(diffusers_names(delta.layer)) if split else [delta.layer]
     rows = n // len(names)
     bias = delta.bias()
     units = []
