@@ -222,7 +222,7 @@ class _Sums:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.cc = self.cd = self.dd = self.ww = self.missed = self.wanted = 0.0
+        self.cc = self.cd = self.dd = self.ww = self.wd = self.missed = 0.0
 
     def add(self, c: Tensor, d: Tensor, w: Tensor) -> None:
         """Adds some rows."""
@@ -230,9 +230,14 @@ class _Sums:
         self.cd += _dot(c, d)
         self.dd += _dot(d, d)
         self.ww += _dot(w, w)
-        miss, wanted = c - d, w + d
+        self.wd += _dot(w, d)
+        miss = c - d
         self.missed += _dot(miss, miss)
-        self.wanted += _dot(wanted, wanted)
+
+    @property
+    def wanted(self) -> float:
+        """‖W+ΔW‖²."""
+        return self.ww + 2 * self.wd + self.dd
 
     def share(self) -> tuple[float | None, float | None, float | None]:
         """(retained share, its standard error, added error); None for a zero ΔW."""
@@ -250,9 +255,13 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _sums(case: Measured, after: Tensor) -> _Sums:
+    n, k = case.weight.shape
     index = case.touched.nonzero().reshape(-1)
-    sums = _Sums(index.numel() * case.weight.shape[1])
-    for chunk in index.split(_ROWS):
+    sums = _Sums(index.numel() * k)
+    # Slices are views, an index copies.
+    whole = index.numel() == n
+    chunks = [slice(i, i + _ROWS) for i in range(0, n, _ROWS)] if whole else index.split(_ROWS)
+    for chunk in chunks:
         w = case.weight[chunk]
         sums.add(after[chunk] - w, case.total[chunk], w)
     return sums
