@@ -109,10 +109,13 @@ class Nvcc:
 class BuildKernels(build_ext):
     """build_ext with flags per file, parallel and incremental, honest about a part that cannot be built."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        package = ROOT if self.inplace else Path(self.build_lib)
+        self.missing = package / "hswq_lab" / "_C_missing.txt"  # read by hswq_lab/_backends.py
+
     def build_extension(self, ext: Extension) -> None:
-        missing = Path(self.build_lib) / "hswq_lab" / "_C_missing.txt"
-        for note in (missing, ROOT / "hswq_lab" / "_C_missing.txt"):
-            note.unlink(missing_ok=True)
+        self.missing.unlink(missing_ok=True)
         try:
             self.build_native(ext)
         except BUILD_ERRORS as error:
@@ -121,9 +124,8 @@ class BuildKernels(build_ext):
             reason = f"{type(error).__name__}: {error}"
             ext.optional = True  # only now: it would hide an error that has to be seen
             loud(f"hswq_lab._C was NOT built; the slow pure-torch reference will serve. {reason}")
-            target = ROOT / "hswq_lab" / "_C_missing.txt" if self.editable_mode else missing
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(reason + "\n", encoding="utf-8")
+            self.missing.parent.mkdir(parents=True, exist_ok=True)
+            self.missing.write_text(reason + "\n", encoding="utf-8")
 
     def build_native(self, ext: Extension) -> None:
         cxx = self.cxx()

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstdlib>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -156,7 +155,7 @@ PYBIND11_MODULE(_C, m) {
     m.attr("cuda_reason") = HSWQ_CUDA_REASON;
     m.attr("cuda_targets") = HSWQ_CUDA_TARGETS;
     m.attr("cuda_version") = HSWQ_CUDA_VERSION;
-    m.attr("built_isas") = built_isas();
+    m.def("built_isas", &built_isas);
     m.def("isa", [] { return isa_name(current_isa()); });
     m.def("hardware_isa", [] { return isa_name(hardware_isa()); });
     m.def("limit_isa", &limit);
@@ -174,5 +173,4 @@ PYBIND11_MODULE(_C, m) {
     m.def("linear_w4a16", &linear_w4a16_, without_gil);
     m.def("linear_w4a8", &linear_w4a8_, without_gil);
     m.def("linear_int8", &linear_int8_, without_gil);
-    if (const char* asked = std::getenv("HSWQ_LAB_ISA")) limit(asked);
 }

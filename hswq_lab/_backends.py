@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,13 +22,27 @@ BackendName = Literal["reference", "cpu", "cuda"]
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    try:
-        from hswq_lab import _C  # noqa: PLC0415 - whether it is there is the question
-    except ImportError as error:
+    """The extension, or why there is none; HSWQ_LAB_ISA limits the instruction sets that it uses."""
+    if importlib.util.find_spec("hswq_lab._C") is None:
         note = Path(__file__).with_name("_C_missing.txt")
-        built = note.read_text(encoding="utf-8").strip() if note.is_file() else str(error)
-        return None, f"the extension is not built ({built}); run pip install again where a C++ compiler is"
-    return _C, ""
+        reason = (
+            note.read_text(encoding="utf-8").strip()
+            if note.is_file()
+            else "no hswq_lab/_C in this installation"
+        )
+        return None, f"the extension is not built ({reason}); run pip install again where a C++ compiler is"
+    try:
+        extension = importlib.import_module("hswq_lab._C")
+    except ImportError as error:
+        warnings.warn(f"hswq_lab._C is there but cannot be loaded: {error}", RuntimeWarning, stacklevel=2)
+        return None, f"the extension cannot be loaded ({error})"
+    asked = os.environ.get("HSWQ_LAB_ISA", "")
+    try:
+        extension.limit_isa(asked)
+    except ValueError:
+        known = "baseline | avx2 | avx512 | amx"
+        raise HswqError("HSWQ_LAB_ISA names no instruction set", found=asked, expected=known) from None
+    return extension, ""
 
 
 native, _missing = _load()
@@ -74,7 +92,7 @@ def describe_backends() -> str:
 def _cpu() -> Backend:
     if native is None:
         return Backend("cpu", False, False, (), "", False, _missing)
-    return Backend("cpu", True, True, tuple(native.built_isas), native.isa(), False, "")
+    return Backend("cpu", True, True, tuple(native.built_isas()), native.isa(), False, "")
 
 
 def _cuda() -> Backend:

@@ -60,7 +60,7 @@ def quantize_nvfp4(
 def requantize_nvfp4(x: Tensor, tensor_scale: Tensor, scales: Tensor, group: int | None, seed: int) -> Pair:
     x = _values(x)
     size = _group(group, x.shape[1])
-    kept = _layout("scales", scales, torch.float8_e4m3fn, _scales_shape(*x.shape))
+    kept = _block_scales("scales", scales, x.shape[0], x.shape[1])
     return _quantize(x, tensor_scale, size, 0, None, seed, kept, None)
 
 
@@ -182,7 +182,7 @@ def linear_w4a16(
 
 
 def linear_int8(x: Tensor, q: Tensor, s: Tensor, group: int | None, bias: Tensor | None) -> Tensor:
-    n, k = q.shape
+    n, k = _int8_weight(q)
     if x.shape[-1] != k:
         raise HswqError("K of x and of w differ", found=f"{x.shape[-1]} and {k}")
     flat, y, b = _rows(x), _result(x, n), _bias(bias, n)
@@ -213,7 +213,7 @@ def requantize_int8(w: Tensor, scale: Tensor, group: int | None, seed: int) -> P
 
 
 def dequantize_int8(q: Tensor, scale: Tensor, group: int | None, dtype: torch.dtype) -> Tensor:
-    weight, s = q.contiguous(), _row_scale(scale, q.shape[0])
+    weight, s = q.contiguous(), _row_scale(scale, _int8_weight(q)[0])
     y = torch.empty(q.shape, dtype=dtype if dtype in _DTYPES else torch.float32)
     _C.dequantize_int8(
         _threads(), weight.data_ptr(), s.data_ptr(), s.dim() == 0, _group(group, q.shape[1]), _matrix(y)
@@ -360,6 +360,12 @@ def _group(group: int | None, k: int) -> int:
     return group
 
 
+def _int8_weight(q: Tensor) -> tuple[int, int]:
+    if q.dim() != 2 or q.dtype != torch.int8:
+        raise HswqError("INT8 weights are a matrix of int8", found=describe(q), expected="int8 [N, K]")
+    return q.shape[0], q.shape[1]
+
+
 def _row_scale(scale: Tensor, rows: int) -> Tensor:
     if scale.dim() and scale.shape != (rows, 1):
         raise HswqError(
@@ -387,8 +393,14 @@ def _scales_shape(rows: int, cols: int) -> tuple[int, int]:
 def _nvfp4(name: str, codes: Tensor, scales: Tensor, rows: int, cols: int) -> tuple[Packed, Pair]:
     """What the extension wants to know, and the tensors that have to live until it is done."""
     c = _layout(name, codes, torch.uint8, (ceil_to(rows, 16), ceil_to(cols, 16) // 2))
-    s = _layout(name.replace("codes", "scales"), scales, torch.float8_e4m3fn, _scales_shape(rows, cols))
+    s = _block_scales(name.replace("codes", "scales"), scales, rows, cols)
     return (c.data_ptr(), s.data_ptr(), rows, cols), (c, s)
+
+
+def _block_scales(name: str, scales: Tensor, rows: int, cols: int) -> Tensor:
+    """E4M3 scales, or their bytes: files have them either way."""
+    dtype = torch.uint8 if scales.dtype == torch.uint8 else torch.float8_e4m3fn
+    return _layout(name, scales, dtype, _scales_shape(rows, cols))
 
 
 def _layout(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:

@@ -77,7 +77,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def _implementations() -> dict[str, ModuleType]:
-    found = {"reference": _reference}
+    found: dict[str, ModuleType] = {"reference": _reference}
     if native is not None:
         from hswq_lab import _cpu_ops  # noqa: PLC0415 - it cannot be imported without the extension
 

@@ -1,4 +1,4 @@
-"""The ops of `hswq_lab._library` in plain torch, any device: the functions of formats/ under the ops' own signatures."""
+"""The ops of `hswq_lab._library` in plain torch, on any device: formats/ under the ops' own signatures."""
 
 from __future__ import annotations
 

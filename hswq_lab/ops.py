@@ -1,8 +1,9 @@
-"""The one door to the kernels: torch custom ops that run natively on a CPU or a card, or as the pure-torch reference.
+"""The one door to the kernels: torch custom ops that run natively on a CPU or a card, or as pure torch.
 
-x and w are matrices of any float dtype. Codes and scales are as on disk (see `hswq_lab.formats`), so they can be compared with
-files; results have logical shapes, padding is internal. The linears take UNROTATED x [..., K] and rotate it themselves, by the
-weight's own group. Bad input raises `hswq_lab.HswqError`. The numbers are defined in `hswq_lab.formats`.
+x and w are matrices of any float dtype. Codes and scales are as on disk (see `hswq_lab.formats`), so they can be
+compared with files; results have logical shapes, padding is internal. The linears take UNROTATED x [..., K] and
+rotate it themselves, by the weight's own group. Bad input raises `hswq_lab.HswqError`. The numbers are defined in
+`hswq_lab.formats`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-import hswq_lab as hl
 from hswq_lab import formats, ops
 from hswq_lab._backends import native
 
@@ -264,7 +262,7 @@ def test_views_are_read_as_they_are(isa, view):
     assert_same(lambda: ops.quantize_int8(x, None))
 
 
-# ---- matrix products --------------------------------------------------------------------------------------------------------
+# ---- matrix products --------------------------------------------------------------------------------
 
 GEMM_SHAPES = [
     (1, 5, 16),
@@ -308,11 +306,11 @@ def test_fp4_gemm_with_scales_of_every_size(isa):
         linear = torch.randint(0, 127, (rows, k // 16), dtype=torch.uint8, generator=g)
         linear[::2] = torch.where(torch.rand(linear[::2].shape, generator=g) < 0.1, 126, 1)
         scales.append(formats.swizzle(linear.view(torch.float8_e4m3fn)))
+    alpha = torch.tensor(1e-6)
     for dtype in DTYPES:
-        one = torch.tensor(1e-6)
         assert_same(
             lambda dtype=dtype: ops.fp4_gemm(
-                codes[0], scales[0], codes[1], scales[1], one, (48, 32), None, dtype
+                codes[0], scales[0], codes[1], scales[1], alpha, (48, 32), None, dtype
             )
         )
 
@@ -341,6 +339,12 @@ def test_fp4_gemm_against_fp64_of_the_dequantized(isa):
     assert torch.equal(y, (x @ w.T * (sx * sw).double()).float())
 
 
+def inputs(k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x of two, three, one and two dimensions; the last without rows."""
+    cube = gaussian(6, k, dtype).reshape(2, 3, k)
+    return [gaussian(33, k, dtype), cube, gaussian(1, k, dtype)[0], gaussian(0, k, dtype)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("k", "group"), [(768, 256), (64, 64), (40, None), (48, 16)])
 def test_linear_w4a4_and_int8_are_bit_equal(isa, dtype, k, group):
@@ -349,13 +353,8 @@ def test_linear_w4a4_and_int8_are_bit_equal(isa, dtype, k, group):
     wc, ws = ops.rotate_quantize_nvfp4(w, s, group)
     q, qs = ops.quantize_int8(w, group)
     bias = gaussian(1, 70, seed=3)[0].to(dtype)
-    for x in (
-        gaussian(33, k, dtype),
-        gaussian(6, k, dtype).reshape(2, 3, k),
-        gaussian(1, k, dtype)[0],
-        gaussian(0, k, dtype),
-    ):
-        s_x = torch.tensor(0.002)
+    s_x = torch.tensor(0.002)
+    for x in inputs(k, dtype):
         for b in (None, bias):
             assert_same(lambda x=x, b=b: ops.linear_w4a4(x, wc, ws, s, s_x, group, 70, b))
             assert_same(lambda x=x, b=b: ops.linear_int8(x, q, qs, group, b))
@@ -372,12 +371,7 @@ def test_linears_with_a_free_order_of_sums(isa, dtype, k, group):
     s_x = torch.tensor(0.002)
     # One rounding to the result's dtype, and what k fp32 additions in another order can move.
     tolerance = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    for x in (
-        gaussian(33, k, dtype),
-        gaussian(6, k, dtype).reshape(2, 3, k),
-        gaussian(1, k, dtype)[0],
-        gaussian(0, k, dtype),
-    ):
+    for x in inputs(k, dtype):
         for b in (None, bias):
             for call in (
                 lambda x=x, b=b: ops.linear_w4a16(x, wc, ws, s, group, 70, b),
@@ -399,7 +393,8 @@ def test_threads_change_nothing():
             ops.tensor_scale(x), ops.rotate(x, 256), codes, scales, *ops.quantize_int8(x, 64, 3),
             ops.dequantize_nvfp4(codes, scales, s, (300, 1024), group=256), ops.dequantize_int8(q, qs, 256),
             ops.linear_w4a4(x, codes, scales, s, s, 256, 300), ops.linear_int8(x, q, qs, 256),
-            ops.linear_w4a16(x.bfloat16(), codes, scales, s, 256, 300), ops.rotate_quantize_nvfp4_counted(x, s / 2, 16)[2],
+            ops.linear_w4a16(x.bfloat16(), codes, scales, s, 256, 300),
+            ops.rotate_quantize_nvfp4_counted(x, s / 2, 16)[2],
         ]  # fmt: skip
 
     try:

@@ -1,7 +1,6 @@
 #include "cpu/isa.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -56,14 +55,8 @@ int level_of(const char* name) {
     return -1;
 }
 
-int initial_limit() {
-    const char* asked = std::getenv("HSWQ_LAB_ISA");
-    if (asked == nullptr || *asked == 0) return kIsaCount - 1;
-    return level_of(asked);  // -1, an unknown name, is refused when the module is loaded
-}
-
 std::atomic<int>& limit() {
-    static std::atomic<int> value{initial_limit()};
+    static std::atomic<int> value{kIsaCount - 1};
     return value;
 }
 
@@ -81,7 +74,7 @@ Isa hardware_isa() {
 Isa current_isa() {
     const int level = limit().load(std::memory_order_relaxed);
     const int found = static_cast<int>(hardware_isa());
-    return static_cast<Isa>(level < found ? (level < 0 ? 0 : level) : found);
+    return static_cast<Isa>(level < found ? level : found);
 }
 
 int limit_isa(const char* name) {

@@ -1,4 +1,4 @@
-// Which instruction set the kernels run with: found at run time, limited by HSWQ_LAB_ISA or limit_isa().
+// Which instruction set the kernels run with: found at run time, limited by limit_isa().
 #pragma once
 
 namespace hswq {
@@ -11,8 +11,7 @@ constexpr int kIsaCount = 4;
 
 const char* isa_name(Isa isa);
 Isa hardware_isa();
-// The level in use. Reads HSWQ_LAB_ISA on the first call; an unknown name there is answered with -1 by
-// limit_isa.
+// The level in use.
 Isa current_isa();
 // Limits the level for the whole process ("" lifts the limit); returns 0, or -1 for a name that is none.
 int limit_isa(const char* name);
