@@ -15,7 +15,7 @@ from hswq_lab.errors import Cancelled, HswqError
 
 @pytest.fixture(autouse=True)
 def quick_roofline(monkeypatch):
-    monkeypatch.setattr(gemm, "measure_roofline", lambda device, dtype: Roofline(1e9, 1e10, str(dtype)[6:]))
+    monkeypatch.setattr(gemm, "measure_roofline", lambda device, dtype, _: Roofline(1e9, 1e10, str(dtype)[6:]))
 
 
 def test_the_roofline_is_the_slower_of_the_two():
@@ -25,7 +25,7 @@ def test_the_roofline_is_the_slower_of_the_two():
 
 
 def test_the_roofline_is_measured(monkeypatch):
-    monkeypatch.setattr(machine, "seconds_per_call", lambda call, device, repeats: (call(), 0.5)[1])
+    monkeypatch.setattr(machine, "seconds_per_call", lambda call, *_: (call(), 0.5)[1])
     found = machine.measure_roofline(torch.device("cpu"), torch.float32)
     assert found == Roofline(2 * 2**26 / 0.5, 2 * 1024**3 / 0.5, "float32")
 
@@ -87,6 +87,19 @@ def test_back_ends_side_by_side():
 def test_impossible_sizes_are_refused(shapes, rows, repeats):
     with pytest.raises(HswqError, match="must be positive"):
         bench_gemm(shapes, rows, repeats=repeats)
+
+
+def test_a_benchmark_can_be_stopped_before_every_call():
+    ticks = []
+
+    def stop(done, total, label):
+        ticks.append((done, total, label))
+        if len(ticks) == 12:
+            raise Cancelled("enough")
+
+    with pytest.raises(Cancelled):
+        bench_gemm([(32, 64)], [1, 2], repeats=50, progress=stop)
+    assert set(ticks) == {(0, 2, "1×32×64")}
 
 
 def test_the_result_can_be_stored_and_compared(tmp_path):

@@ -127,7 +127,7 @@ def bench_gemm(
         dtype: of x, bf16 or fp32 (fp16 is possible too).
         backends: those to compare; default: whatever the device's ops take by themselves.
         repeats: calls for each median.
-        progress: told for each (M, N, K).
+        progress: told before every call, so that it can cancel at once; a unit is one (M, N, K).
 
     Raises:
         HswqError: a back end that cannot be used here, or impossible shapes.
@@ -139,12 +139,13 @@ def bench_gemm(
     if any(value < 1 for value in (*rows, *(side for shape in shapes for side in shape), repeats)):
         raise HswqError("sizes and repeats must be positive", found=f"{shapes}, {rows}, {repeats}")
     tell = progress or silent
-    roofline = measure_roofline(device, dtype)
     found: list[GemmRow] = []
     cases = [(m, n, k) for n, k in shapes for m in rows]
+    limits = partial(tell, 0, len(cases), "what the machine can do")
+    roofline = measure_roofline(device, dtype, limits)
     for done, (m, n, k) in enumerate(cases):
-        tell(done, len(cases), f"{m}×{n}×{k}")
-        found += _measure(m, n, k, device, dtype, backends, repeats, roofline)
+        between = partial(tell, done, len(cases), f"{m}×{n}×{k}")
+        found += _measure(m, n, k, device, dtype, backends, repeats, roofline, between)
     tell(len(cases), len(cases), "done")
     return GemmBench(describe(device), roofline, str(dtype).removeprefix("torch."), repeats, found)
 
@@ -158,6 +159,7 @@ def _measure(
     backends: Sequence[ops.BackendName] | None,
     repeats: int,
     roofline: Roofline,
+    between: Callable[[], None],
 ) -> Iterator[GemmRow]:
     generator = torch.Generator().manual_seed(m + n + k)
     x = torch.randn(m, k, generator=generator).to(device, dtype)
@@ -166,8 +168,9 @@ def _measure(
     flop = 2 * m * n * k
 
     def row(case: _Case, backend: str, peer: float | None, why: str) -> GemmRow:
+        between()
         error = float((case.call().float() - exact).norm() / exact.norm())
-        seconds = seconds_per_call(case.call, device, repeats)
+        seconds = seconds_per_call(case.call, device, repeats, between)
         return GemmRow(
             op=case.op,
             stage=case.stage,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from hswq_lab.bench.timing import seconds_per_call
+from hswq_lab.bench.timing import nothing, seconds_per_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -30,20 +34,23 @@ class Roofline:
         return max(flop / self.matmul, traffic / self.copy)
 
 
-def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+def measure_roofline(
+    device: torch.device, dtype: torch.dtype, between: Callable[[], object] = nothing
+) -> Roofline:
     """Measures a device; takes a second or two.
 
     Args:
         device: CPU or card.
         dtype: of the matrix product.
+        between: called before every timed call; may raise to stop.
     """
     on_card = device.type == "cuda"
     source = torch.ones((2**30 if on_card else 2**26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     side = 8192 if on_card else 1024
     a = torch.randn(side, side, device=device).to(dtype)
-    copy = seconds_per_call(lambda: target.copy_(source), device, repeats=9)
-    product = seconds_per_call(lambda: a @ a, device, repeats=9)
+    copy = seconds_per_call(lambda: target.copy_(source), device, 9, between)
+    product = seconds_per_call(lambda: a @ a, device, 9, between)
     return Roofline(2 * source.numel() / copy, 2 * side**3 / product, str(dtype).removeprefix("torch."))
 
 

@@ -14,15 +14,35 @@ FLUSHED_BYTES = 256 * 2**20
 """More than any card's second-level cache: weights are read from memory, as in a model of many layers."""
 
 
-def seconds_per_call(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def nothing() -> None:
+    """What happens between two calls unless somebody wants to know."""
+
+
+def seconds_per_call(
+    call: Callable[[], object],
+    device: torch.device,
+    repeats: int,
+    between: Callable[[], object] = nothing,
+) -> float:
     """Median time of `call` in seconds.
 
     On a card each call is timed by events, after the cache was overwritten; on a CPU by the clock.
+
+    Args:
+        call: what is timed.
+        device: where it runs.
+        repeats: timed calls.
+        between: called before every call, outside its time; may raise to stop.
     """
-    for _ in range(WARM_UP):
-        call()
     timer = _on_card if device.type == "cuda" else _on_cpu
-    return statistics.median(timer(call) for _ in range(repeats))
+    for _ in range(WARM_UP):
+        between()
+        call()
+    seconds = []
+    for _ in range(repeats):
+        between()
+        seconds.append(timer(call))
+    return statistics.median(seconds)
 
 
 def _on_cpu(call: Callable[[], object]) -> float:
