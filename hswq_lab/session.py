@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import tqdm as terminal
 from tqdm import notebook
 
+from hswq_lab.captions import caption_companion
 from hswq_lab.loading import load
+from hswq_lab.model import Model
 from hswq_lab.modes import request_from_environment
 
 if TYPE_CHECKING:
@@ -20,14 +22,19 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hswq_lab.model import Model
+    from hswq_lab.models.companion import Companion
     from hswq_lab.progress import Progress
 
 LOG_INTERVAL = 5.0
 """Seconds between the lines of a bar that goes into a log."""
 
 
-def open_model(path: str | os.PathLike[str], device: str | torch.device | None = None) -> Model:
+def open_model(
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    captions: str | os.PathLike[str] | None = None,
+    size: tuple[int, int] = (1024, 1024),
+) -> Model:
     """`hl.load` in the mode of HSWQ_ZI_FORCE_PARITY=1 or HSWQ_ZI_FORCE_TC=1; warnings go to stderr.
 
     The library itself reads no environment: only a command line or a notebook calls this.
@@ -35,9 +42,11 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device | None =
     Args:
         path: "mini-zimage", a file, or a diffusers folder.
         device: "cpu", "cuda", …; a GPU if there is one by default.
+        captions: a captions file (see `hswq_lab.captions`) for a model whose text encoder is not here.
+        size: picture size in pixels for such a model.
 
     Raises:
-        HswqError: as `hl.load`.
+        HswqError: as `hl.load` and `load_captions`.
     """
     request, warning = request_from_environment(os.environ)
     if warning is not None:
@@ -47,7 +56,18 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device | None =
     )
     for text in model.checkpoint.warnings:
         warn(text)
-    return model
+    return model if captions is None else _with_companion(model, caption_companion(captions, size))
+
+
+def _with_companion(model: Model, companion: Companion) -> Model:
+    return Model(
+        model.checkpoint,
+        name=model.name,
+        companion=companion,
+        device=model.device,
+        dtype=model.dtype,
+        request=model.request,
+    )
 
 
 def warn(text: object) -> None:

@@ -24,6 +24,7 @@ class Companion:
 
     Attributes:
         name: of the model it belongs to.
+        codec: turns latents into pictures; None: there are none.
         prompts: default prompts, paired with SEEDS_20 where there are twenty.
         size: default picture size in pixels, (height, width).
         pixels_per_latent: side of a latent cell in pixels.
@@ -33,7 +34,7 @@ class Companion:
 
     name: str
     encode: TextEncoder = field(repr=False)
-    codec: Codec = field(repr=False)
+    codec: Codec | None = field(repr=False)
     prompts: list[str] = field(repr=False)
     size: tuple[int, int] = (64, 64)
     pixels_per_latent: int = 4
