@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -217,22 +218,35 @@ def test_every_control_has_a_name_for_screen_readers(tiny_pack, lora):
     shown.close()
 
 
-def test_a_live_figure_changes_in_place_and_grows_when_it_must():
+def test_a_live_figure_changes_in_place():
     shown = LiveFigure(go.Figure(go.Bar(x=["a"], y=[1])))
-    assert shown.is_live
-    kept = shown._live.data[0]
-    shown.show(go.Figure(go.Bar(x=["a"], y=[2])))
-    assert shown._live.data[0] is kept
-    assert list(kept.y) == [2]
-    shown.show(go.Figure([go.Bar(y=[1]), go.Scatter(y=[3])], layout={"title": {"text": "new"}}))
-    assert [trace.type for trace in shown._live.data] == ["bar", "scatter"]
-    assert shown._live.layout.title.text == "new"
+    plot = shown.plot
+    shown.show(go.Figure([go.Bar(y=[1]), go.Scatter(y=[math.nan, 3])], layout={"title": {"text": "new"}}))
+    assert shown.plot is plot
+    assert [trace["type"] for trace in plot.figure["data"]] == ["bar", "scatter"]
+    assert plot.figure["data"][1]["y"] == [None, 3]
+    assert plot.figure["layout"]["title"]["text"] == "new"
+
+
+def test_a_click_on_a_point_reaches_the_handler():
+    shown, clicked = LiveFigure(go.Figure(go.Bar(x=["a"], y=[1]))), []
+    shown.on_click(clicked.append)
+    shown.plot._received(None, {"event": "click", "x": "a"}, [])
+    shown.plot._received(None, {"event": "hover", "x": "b"}, [])
+    assert clicked == ["a"]
+
+
+def test_plotly_comes_once_for_all_plots_and_a_plot_is_light():
+    first, second = (LiveFigure(go.Figure(go.Bar(y=[1]))).plot for _ in range(2))
+    assert first.source is second.source
+    assert len(first.source.code) > 1_000_000
+    assert len(json.dumps(first.get_state("figure"))) + len(first._esm) < 20_000
 
 
 def test_without_anywidget_a_plain_figure_and_a_message_are_shown(monkeypatch):
     monkeypatch.setattr(live_figure, "find_spec", lambda name: None)
     shown = LiveFigure(go.Figure(go.Bar(y=[1])))
-    assert not shown.is_live
+    assert shown.plot is None
     assert "pip install anywidget" in shown.children[0].value
     (output,) = shown.children[1].outputs
     assert output["data"]["application/vnd.plotly.v1+json"]["data"][0]["y"] == [1]

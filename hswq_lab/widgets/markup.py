@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hswq_lab.errors import HswqError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from PIL.Image import Image
 
@@ -49,23 +49,57 @@ def banner(text: str, *, good: bool) -> str:
 def error_box(error: BaseException) -> str:
     """An exception in a panel: what is wrong and what to do; where it came from, if it is none of ours."""
     if not isinstance(error, HswqError):
-        told = html.escape("".join(traceback.format_exception(error)))
+        trace = html.escape("".join(traceback.format_exception(error)))
         name = html.escape(f"{type(error).__name__}: {error}")
-        details = f"<details><summary>where it came from</summary><pre>{told}</pre></details>"
+        details = f"<details><summary>where it came from</summary><pre>{trace}</pre></details>"
         return f'<div class="hswq-error" role="alert"><b>{name}</b>{details}</div>'
-    facts = {
+    told = {
         "file": error.file,
         "tensor": error.tensor,
         "found": error.found,
         "expected": error.expected,
         "to do": error.fix,
     }
-    items = "".join(
-        f"<dt>{label}</dt><dd>{html.escape(str(value))}</dd>"
-        for label, value in facts.items()
-        if value is not None
+    known = {label: value for label, value in told.items() if value is not None}
+    return f'<div class="hswq-error" role="alert"><b>{html.escape(error.problem)}</b>{facts(known)}</div>'
+
+
+class Safe(str):
+    """Markup that was made here and is safe already; everything else is escaped."""
+
+    __slots__ = ()
+
+
+def chip(text: str, color: str) -> Safe:
+    """A word with a dot of its colour."""
+    dot = f'<span style="color:{color}" aria-hidden="true">■</span>'
+    return Safe(f"{dot} {html.escape(text)}")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table that scrolls on its own; numbers to the right."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    return (
+        '<div class="hswq-scroll" tabindex="0"><table class="hswq-table">'
+        f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
-    return f'<div class="hswq-error" role="alert"><b>{html.escape(error.problem)}</b><dl>{items}</dl></div>'
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Safe):
+        return f"<td>{value}</td>"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f'<td class="n">{value:,}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+def facts(items: Mapping[str, object]) -> str:
+    """Names and values, one a line."""
+    lines = "".join(
+        f"<i>{html.escape(name)}</i><span>{html.escape(str(value))}</span>" for name, value in items.items()
+    )
+    return f'<div class="hswq-facts">{lines}</div>'
 
 
 def pictures(items: Mapping[str, Image]) -> str:

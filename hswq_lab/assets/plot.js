@@ -1,0 +1,64 @@
+// A plotly figure in a notebook. plotly.js comes once for a page, from a model that all figures share; a figure is
+// drawn when its place on the page has a width, drawn again when that changes, and updated in place.
+const SHARED = Symbol.for("hswq_lab.plotly");
+const CONFIG = { displaylogo: false };
+
+function plotly(code) {
+  if (!globalThis[SHARED]) {
+    // The library looks for a module system first: it gets one of its own, and leaves the page's alone.
+    const module = `const module = { exports: {} };
+      (function (module, exports, define) { ${code}\n }).call(globalThis, module, module.exports, undefined);
+      export default module.exports;`;
+    const url = URL.createObjectURL(new Blob([module], { type: "text/javascript" }));
+    globalThis[SHARED] = import(url).then((loaded) => loaded.default);
+  }
+  return globalThis[SHARED];
+}
+
+async function render({ model, el }) {
+  const place = document.createElement("div");
+  place.setAttribute("role", "img");
+  place.style.width = "100%";
+  el.appendChild(place);
+  const source = await model.widget_manager.get_model(model.get("source").slice("IPY_MODEL_".length));
+  const Plotly = await plotly(source.get("code"));
+  let drawn = false;
+
+  function figure() {
+    const { data, layout } = structuredClone(model.get("figure"));
+    const title = layout.title && layout.title.text ? layout.title.text : "a plot";
+    place.setAttribute("aria-label", title);
+    place.style.height = `${layout.height || 450}px`;
+    return [data, { ...layout, width: place.clientWidth, autosize: false }];
+  }
+
+  function draw() {
+    if (place.clientWidth === 0) return; // hidden or not on the page yet; the observer calls again
+    const [data, layout] = figure();
+    Plotly.react(place, data, layout, CONFIG);
+    if (!drawn) {
+      drawn = true;
+      place.on("plotly_click", (event) => {
+        const point = event.points[0];
+        model.send({ event: "click", x: String(point.x), y: String(point.y), curve: point.curveNumber });
+      });
+    }
+  }
+
+  let width = 0;
+  const observer = new ResizeObserver(() => {
+    if (place.clientWidth === width) return;
+    width = place.clientWidth;
+    draw();
+  });
+  observer.observe(place);
+  model.on("change:figure", draw);
+  draw();
+  return () => {
+    observer.disconnect();
+    model.off("change:figure", draw);
+    Plotly.purge(place);
+  };
+}
+
+export default { render };

@@ -1,0 +1,146 @@
+"""PackExplorer: what is in a checkpoint, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ipywidgets
+
+from hswq_lab.plots import contents_figure, detail_figure, style
+from hswq_lab.widgets import markup
+from hswq_lab.widgets.live_figure import LiveFigure
+from hswq_lab.widgets.pack_state import ORDERS, PackState, files_nearby
+from hswq_lab.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from hswq_lab.checkpoint import CheckReport, InspectReport
+    from hswq_lab.checkpoint.anything import Anything
+    from hswq_lab.detail import LayerDetail
+
+
+class PackExplorer(Panel):
+    """Opens a checkpoint by path, from a list of files nearby, or as an object.
+
+    Args:
+        what: a path, a Checkpoint or a Model to open at once; None: choose in the panel.
+        source: 16-bit weights to compare each layer with.
+    """
+
+    def __init__(self, what: Anything | None = None, source: Anything | None = None) -> None:
+        self.state = PackState()
+        self._given_source = source
+        shown = str(what) if isinstance(what, str | Path) else ""
+        wide = {"width": "480px"}
+        self.path = ipywidgets.Combobox(
+            value=shown, options=files_nearby(Path.cwd()), description="file", layout=wide,
+            placeholder="a path, or choose from the list", continuous_update=False,
+        )  # fmt: skip
+        self.source = ipywidgets.Text(
+            description="source",
+            layout=wide,
+            placeholder="16-bit original (optional)" if source is None else "as given",
+        )
+        self.open_button = ipywidgets.Button(description="Open", icon="folder-open", button_style="primary")
+        self.filter = ipywidgets.Text(
+            description="filter", placeholder="*.attention.* or a word", continuous_update=False
+        )
+        self.order = ipywidgets.Dropdown(options=ORDERS, description="order")
+        self.descending = ipywidgets.Checkbox(
+            description="descending", indent=False, layout={"width": "110px"}
+        )
+        self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "340px"})
+        self.detail = ipywidgets.HTML(layout={"width": "330px"})
+        self.figure = LiveFigure(style.new_figure("choose a layer", height=400))
+        self.map = LiveFigure(style.new_figure("open a file", height=300))
+        self.table, self.findings, self.metadata = (ipywidgets.HTML() for _ in range(3))
+        self.check_button = ipywidgets.Button(description="Check the whole file", layout={"width": "180px"})
+        views = {
+            "layer": ipywidgets.VBox([ipywidgets.HBox([self.layers, self.detail]), self.figure]),
+            "map and bytes": self.map,
+            "table": self.table,
+            "findings": ipywidgets.VBox([self.check_button, self.findings]),
+            "metadata": self.metadata,
+        }
+        self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views))
+        self._detail: LayerDetail | None = None
+        body = [
+            ipywidgets.HBox([self.path, self.open_button]),
+            self.source,
+            ipywidgets.HBox([self.filter, self.order, self.descending]),
+            self.tabs,
+        ]
+        super().__init__("What is in a pack", "Only headers and scales are read until a layer is chosen.", body,
+                         css_class="hswq-pack")  # fmt: skip
+        self.open_button.on_click(self.guarded(lambda _: self.load(self.path.value)))
+        self.check_button.on_click(self.guarded(lambda _: self.start(self.state.check, self._show_findings)))
+        for control in (self.filter, self.order, self.descending):
+            control.observe(self.guarded(lambda _: self._list()), names="value")
+        self.layers.observe(self.guarded(self._choose), names="value")
+        if what is not None:
+            self.load(what)
+
+    def load(self, what: Anything) -> None:
+        """Opens something else, with the source that the panel names."""
+        source = self.source.value.strip() or self._given_source
+        self.start(lambda progress: self.state.open(what, source, progress), self._opened)
+
+    def result(self) -> InspectReport | LayerDetail | None:
+        """The layer that is shown on the first tab, else the file."""
+        return self._detail if self.tabs.selected_index == 0 and self._detail else self.state.report
+
+    def _opened(self, report: InspectReport) -> None:
+        self.map.show(contents_figure(report))
+        self.metadata.value = markup.table(
+            ["key", "value"], [(key, value[:2000]) for key, value in report.metadata.items()]
+        )
+        self.findings.value = markup.note("\n".join(report.warnings) or "no warnings from reading the header")
+        self.allow_exports()
+        self._list()
+
+    def _list(self) -> None:
+        rows = self.state.rows(self.filter.value, self.order.value, descending=self.descending.value)
+        columns = ["name", "format", "shape", "rotation", "calibrated", "bytes", "bits"]
+        cells = [
+            (
+                row.name,
+                markup.chip(row.format, style.format_color(row.format)),
+                " × ".join(map(str, row.shape)),
+                str(row.group or "–"),
+                "yes" if row.calibrated else "",
+                row.nbytes,
+                f"{row.bits:.2f}",
+            )
+            for row in rows
+        ]
+        self.table.value = markup.table(columns, cells)
+        names = self.state.matrices(rows)
+        kept = self.layers.value if self.layers.value in names else None
+        self.layers.options = names
+        self.layers.value = kept or (names[0] if names else None)
+        self.say(f"{len(rows)} of {len(self.state.report.rows) if self.state.report else 0} names")
+
+    def _choose(self, _change: object) -> None:
+        name = self.layers.value
+        if name is not None:
+            self.start(lambda progress: self.state.detail(name, progress), self._show_detail)
+
+    def _show_detail(self, detail: LayerDetail) -> None:
+        self._detail = detail
+        self.figure.show(detail_figure(detail))
+        facts = {
+            "format": detail.format,
+            "shape": " × ".join(map(str, detail.shape)),
+            "rotation": detail.group or "none",
+            "bytes": f"{detail.nbytes:,} ({detail.bits:.2f} bits a weight)",
+            "to the source": "no source" if detail.sqnr_db is None else f"{detail.sqnr_db:.2f} dB",
+            **{f"tails, {tails.basis}": f"block crest {tails.block_crest:.3f}" for tails in detail.tails},
+            "marker": json.dumps(detail.marker) if detail.marker else "none",
+        }
+        self.detail.value = markup.facts(facts)
+
+    def _show_findings(self, report: CheckReport) -> None:
+        cells = [(f.severity, f.rule, f.tensor or "", f.problem, f.fix or "") for f in report.findings]
+        listed = markup.table(["severity", "rule", "tensor", "problem", "to do"], cells) if cells else ""
+        self.findings.value = markup.banner(str(report).splitlines()[-1], good=report.ok) + listed

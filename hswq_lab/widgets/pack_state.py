@@ -1,0 +1,96 @@
+"""What a PackExplorer shows, without widgets: an open checkpoint, its rows filtered and sorted, one layer's detail."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hswq_lab.checkpoint import Checkpoint, CheckReport, InspectReport, check, inspect
+from hswq_lab.checkpoint.anything import Anything, as_checkpoint
+from hswq_lab.detail import LayerDetail, layer_detail
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    from hswq_lab.checkpoint.inspection import InspectRow
+    from hswq_lab.progress import Progress
+
+ORDERS: Final = ("file", "name", "format", "bytes", "bits a weight")
+
+
+class PackState:
+    """An open checkpoint.
+
+    Attributes:
+        checkpoint: None until something is opened.
+        report: what is in it.
+        source: 16-bit weights to compare with, if any.
+    """
+
+    def __init__(self) -> None:
+        self.checkpoint: Checkpoint | None = None
+        self.source: Checkpoint | None = None
+        self.report: InspectReport | None = None
+
+    def open(self, what: Anything, source: Anything | None, progress: Progress) -> InspectReport:
+        """Opens a path, a Checkpoint or a Model, and its source; keeps the old one if that fails."""
+        progress(0, 2, f"opening {what if isinstance(what, str | Path) else 'the object'}")
+        checkpoint = as_checkpoint(what)
+        other = None if source is None else as_checkpoint(source)
+        progress(1, 2, "reading scales")
+        report = inspect(checkpoint)
+        progress(2, 2, "opened")
+        self.checkpoint, self.source, self.report = checkpoint, other, report
+        return report
+
+    def rows(self, pattern: str = "", order: str = "file", *, descending: bool = False) -> list[InspectRow]:
+        """The names that match a glob (or contain the text), in an order of `ORDERS`."""
+        if self.report is None:
+            return []
+        wanted = pattern.strip() or "*"
+        if not re.search(r"[*?\[]", wanted):
+            wanted = f"*{wanted}*"
+        found = [row for row in self.report.rows if fnmatchcase(row.name, wanted)]
+        keys = {
+            "name": lambda row: row.name,
+            "format": lambda row: (row.format, row.dtype),
+            "bytes": lambda row: row.nbytes,
+            "bits a weight": lambda row: row.bits,
+        }
+        if order in keys:
+            return sorted(found, key=keys[order], reverse=descending)
+        return found[::-1] if descending else found
+
+    def matrices(self, rows: list[InspectRow]) -> list[str]:
+        """The names among rows that have a detail."""
+        return [row.name for row in rows if len(row.shape) == 2]
+
+    def detail(self, name: str, progress: Progress) -> LayerDetail:
+        """One layer; compared with the source if there is one that has it."""
+        checkpoint = self._opened()
+        progress(0, 1, f"reading {name}")
+        source = self.source if self.source is not None and name in self.source else None
+        found = layer_detail(checkpoint, name, source)
+        progress(1, 1, name)
+        return found
+
+    def check(self, progress: Progress) -> CheckReport:
+        """Every rule on the whole file."""
+        checkpoint = self._opened()
+        if checkpoint.path is None:
+            raise HswqError("only a file can be checked", fix="save it first, then open the file")
+        return check(checkpoint.path, self.source, progress=progress)
+
+    def _opened(self) -> Checkpoint:
+        if self.checkpoint is None:
+            raise HswqError("nothing is open", fix="choose a file and press Open")
+        return self.checkpoint
+
+
+def files_nearby(folder: Path) -> list[str]:
+    """Checkpoints in a folder and two levels below, for a picker."""
+    found: list[Path] = []
+    for pattern in ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors"):
+        found += folder.glob(pattern)
+    return sorted(str(path.relative_to(folder)) for path in found)
