@@ -34,7 +34,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict hswq_lab
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
