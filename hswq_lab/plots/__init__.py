@@ -8,13 +8,16 @@ import plotly.graph_objects as go
 
 from hswq_lab.bench import GemmBench, ModelBench
 from hswq_lab.checkpoint import DiffReport, InspectReport
+from hswq_lab.detail import LayerDetail
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import BakeReport, LoraReport
 from hswq_lab.plots.bench import gemm_figure, pictures_figure
 from hswq_lab.plots.calibration import ranges_figure
+from hswq_lab.plots.detail import detail_figure
 from hswq_lab.plots.files import difference_figure, lora_figure
 from hswq_lab.plots.lora import retention_figure
 from hswq_lab.plots.pack import contents_figure, layer_map_figure
+from hswq_lab.plots.roofline import roofline_figure
 from hswq_lab.plots.sensitivity import impact_figure, pareto_figure
 from hswq_lab.plots.trajectory import divergence_figure
 from hswq_lab.quantize.impact import ImpactReport
@@ -26,6 +29,7 @@ from hswq_lab.trajectory import TrajectoryReport
 
 __all__ = [
     "contents_figure",
+    "detail_figure",
     "difference_figure",
     "divergence_figure",
     "figure_of",
@@ -38,6 +42,7 @@ __all__ = [
     "pictures_figure",
     "ranges_figure",
     "retention_figure",
+    "roofline_figure",
 ]
 
 
@@ -63,6 +68,7 @@ figure_of.register(ParetoReport, pareto_figure)
 figure_of.register(CalibrationReport, ranges_figure)
 figure_of.register(LoadReport, layer_map_figure)
 figure_of.register(InspectReport, contents_figure)
+figure_of.register(LayerDetail, detail_figure)
 figure_of.register(DiffReport, difference_figure)
 figure_of.register(LoraReport, lora_figure)
 figure_of.register(GemmBench, gemm_figure)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hswq_lab.bench import GemmBench, GemmRow, ModelBench
 
-_OPS = {
+OP_COLORS = {
     "w4a4": style.VERMILION,
     "w4a8": style.GREEN,
     "w4a16": style.BLUE,
@@ -60,7 +60,7 @@ def gemm_figure(report: GemmBench) -> go.Figure:
 
 def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], *, show: bool) -> go.Bar:
     op, stage, backend = way
-    color = _OPS.get(op, style.GREY)
+    color = OP_COLORS.get(op, style.GREY)
     alone = stage == "product alone"
     return go.Bar(
         name=f"{op}{', product alone' if alone else ''} ({backend})",

@@ -22,7 +22,9 @@ _ROWS: tuple[tuple[Measure, str], ...] = (("cos_latent", "latent"), ("cos_x0", "
 _HOVER = "seed %{customdata[0]}, step %{x}<br>cos %{customdata[1]}<br>%{customdata[2]}<extra></extra>"
 
 
-def divergence_figure(report: TrajectoryReport, seed: int | None = None) -> go.Figure:
+def divergence_figure(
+    report: TrajectoryReport, seed: int | None = None, step: int | None = None
+) -> go.Figure:
     """1 − cosine to the reference on a log axis: a column a variant, latent above, predicted x0 below.
 
     Both rows and all columns share one scale, so heights can be compared across the figure.
@@ -30,6 +32,7 @@ def divergence_figure(report: TrajectoryReport, seed: int | None = None) -> go.F
     Args:
         report: from `hl.compare`.
         seed: the seed to emphasise; without it each variant's worst one.
+        step: a step (from 0) to mark with a line across all panels.
     """
     figure = make_subplots(
         rows=2,
@@ -53,6 +56,8 @@ def divergence_figure(report: TrajectoryReport, seed: int | None = None) -> go.F
                 shown.add(trace.legendgroup)
                 figure.add_trace(trace, row=row, col=column)
     _label(figure, len(report.variants))
+    if step is not None:
+        figure.add_vline(x=step, line={"color": style.SOFT, "width": 1.5}, layer="below")
     return figure
 
 

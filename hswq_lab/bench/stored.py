@@ -1,0 +1,134 @@
+"""Benchmarks that were stored as JSON, read back as the result objects they were."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from hswq_lab import ops
+from hswq_lab.bench.gemm import GemmBench, GemmRow
+from hswq_lab.bench.machine import Roofline
+from hswq_lab.bench.model import ModelBench, ModelRow
+from hswq_lab.errors import HswqError
+
+Bench: TypeAlias = GemmBench | ModelBench
+
+NOT_RUN: Final = "compiled, not run"
+
+
+def read_bench(path: str | os.PathLike[str]) -> Bench:
+    """A result that `GemmBench.save("x.json")` or `ModelBench.save("x.json")` wrote.
+
+    Raises:
+        HswqError: the file cannot be read, or is not such a result.
+    """
+    file = Path(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HswqError("a stored benchmark cannot be read", file=file, found=error) from error
+    kind = content.get("result") if isinstance(content, dict) else None
+    try:
+        if kind == "GemmBench":
+            return _gemm(content)
+        if kind == "ModelBench":
+            return _pictures(content)
+    except (KeyError, TypeError) as error:
+        raise HswqError(
+            "a stored benchmark lacks something, or has too much", file=file, found=repr(error),
+            fix="measure again with this version of hswq_lab",
+        ) from error  # fmt: skip
+    raise HswqError(
+        "this is no stored benchmark",
+        file=file,
+        found=kind or "JSON of another kind",
+        expected="what the save() of a GemmBench or a ModelBench writes as .json",
+    )
+
+
+def read_benches(folder: str | os.PathLike[str]) -> dict[str, Bench]:
+    """File name without suffix → result, for every .json of a folder that says it is a benchmark, in order.
+
+    Raises:
+        HswqError: the folder is not there, or one of the files is broken.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise HswqError("there is no such folder of stored benchmarks", file=place)
+    marked = (path for path in sorted(place.glob("*.json")) if _MARK.search(path.read_text(errors="replace")))
+    return {path.stem: read_bench(path) for path in marked}
+
+
+_MARK = re.compile(r'"result":\s*"(GemmBench|ModelBench)"')
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """One architecture that the extension was compiled for.
+
+    Attributes:
+        backend: "cpu" or "cuda".
+        target: e.g. "avx512", or "90a" (a CUDA architecture).
+        status: where it ran, or "compiled, not run".
+    """
+
+    backend: str
+    target: str
+    status: str
+
+
+def compiled_targets(results: Iterable[Bench]) -> list[TargetRow]:
+    """Every architecture in this build, and whether any of the results was measured with it.
+
+    Nothing is said to run because it compiled: only a result of a matching machine counts.
+    """
+    found = list(results)
+    return [
+        TargetRow(name, target, _status(name, target, backend, found))
+        for name, backend in ops.backends().items()
+        for target in backend.targets
+    ]
+
+
+def _status(name: str, target: str, backend: ops.Backend, results: list[Bench]) -> str:
+    if name != "cuda":
+        return "in use here" if backend.usable and target == backend.active else "not in use here"
+    machines = dict.fromkeys(r.machine["name"] for r in results if _uses(r.machine["name"], target))
+    return f"ran: {', '.join(machines)}" if machines else NOT_RUN
+
+
+def _uses(machine: str, target: str) -> bool:
+    """Whether a card takes a target: code is made for a generation, and a card takes its own generation's."""
+    capability = re.search(r"capability (\d+)\.", machine)
+    number = re.match(r"(\d+)", target)
+    return capability is not None and number is not None and int(capability[1]) == int(number[1]) // 10
+
+
+def _gemm(content: Mapping[str, Any]) -> GemmBench:
+    return GemmBench(
+        machine=content["machine"],
+        roofline=_made(Roofline, content["roofline"]),
+        dtype=content["dtype"],
+        repeats=content["repeats"],
+        rows=[_made(GemmRow, row) for row in content["rows"]],
+    )
+
+
+def _pictures(content: Mapping[str, Any]) -> ModelBench:
+    plain = {name: content[name] for name in ("machine", "prompt", "seed", "steps", "cfg", "repeats")}
+    height, width = content["size"]
+    return ModelBench(**plain, size=(height, width), rows=[_made(ModelRow, row) for row in content["rows"]])
+
+
+def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:  # noqa: ANN401  # a dataclass of any kind
+    """A dataclass from JSON, where NaN and infinities are null."""
+    numbers = {field.name for field in fields(kind) if field.type == "float"}
+    return kind(
+        **{name: math.nan if value is None and name in numbers else value for name, value in values.items()}
+    )

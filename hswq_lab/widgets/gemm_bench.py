@@ -1,0 +1,231 @@
+"""GemmBench: how fast a Linear multiplies here and elsewhere, and what a picture gains by it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import ipywidgets
+
+from hswq_lab import bench
+from hswq_lab.plots import gemm_figure, pictures_figure, roofline_figure, style
+from hswq_lab.plots.bench import OP_COLORS
+from hswq_lab.widgets import markup
+from hswq_lab.widgets.gemm_state import DTYPES, GemmState
+from hswq_lab.widgets.live_figure import LiveFigure
+from hswq_lab.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pandas as pd
+
+    from hswq_lab.model import Model
+
+_NOTE = "Every way to multiply x [M, K] by a packed W [N, K], beside torch's own product in the same dtype."
+_WIDE = {"width": "420px"}
+
+
+class GemmBench(Panel):
+    """Times Linears and pictures here, and shows stored results of other machines beside them.
+
+    Args:
+        models: name → model, to time whole pictures with; the first is what the others are measured against.
+        results: a folder or a file of stored results, or name → result.
+        steps: Euler steps of a picture.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model] | None = None,
+        results: str | Mapping[str, bench.Bench] | None = None,
+        *,
+        steps: int = 4,
+    ) -> None:
+        given = None if isinstance(results, str) else results
+        self.state = GemmState(models, given)
+        self._picture_steps = steps
+        device = self.state.devices()[0]
+        shapes, rows = self.state.sizes(device)
+        self.device = ipywidgets.Dropdown(options=self.state.devices(), description="device")
+        self.dtype = ipywidgets.Dropdown(options=DTYPES, description="dtype")
+        self.shapes = ipywidgets.Text(value=shapes, description="N × K", layout=_WIDE)
+        self.rows = ipywidgets.Text(value=rows, description="M", layout=_WIDE)
+        self.backends = ipywidgets.SelectMultiple(
+            options=self.state.backends(device), description="back end", rows=2, layout={"width": "260px"}
+        )
+        self.repeats = ipywidgets.BoundedIntText(value=5, min=1, max=1000, description="repeats")
+        self.run_button = ipywidgets.Button(
+            description="Run", icon="play", button_style="primary", tooltip="time every way to multiply"
+        )
+        self.shown = ipywidgets.Dropdown(description="show", layout=_WIDE)
+        self.where = ipywidgets.Text(
+            description="stored", placeholder="a .json file or a folder of them", layout=_WIDE,
+            value=results if isinstance(results, str) else "",
+        )  # fmt: skip
+        self.load_button = ipywidgets.Button(
+            description="Load", icon="folder-open", tooltip="load stored results"
+        )
+        self.picture_button = ipywidgets.Button(
+            description="Time a whole picture", icon="picture-o", layout={"width": "200px"},
+            disabled=not self.state.models, tooltip="make one picture several times with every model",
+        )  # fmt: skip
+        self.products = LiveFigure(style.new_figure("press Run, or load a stored result", height=420))
+        self.roofline = LiveFigure(style.new_figure("press Run, or load a stored result", height=420))
+        self.pictures = LiveFigure(style.new_figure("no picture was timed yet", height=260))
+        self.summary, self.times, self.left, self.arithmetic, self.machines, self.compiled = (
+            ipywidgets.HTML() for _ in range(6)
+        )
+        views = {
+            "TFLOP/s": self.products,
+            "roofline": self.roofline,
+            "times": self.times,
+            "product against picture": ipywidgets.VBox(
+                [self.picture_button, self.left, self.pictures, self.arithmetic]
+            ),
+            "machines": self.machines,
+            "what was compiled": self.compiled,
+        }
+        self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views), selected_index=0)
+        body = [
+            ipywidgets.HBox([self.shapes, self.device, self.dtype], layout={"flex_flow": "row wrap"}),
+            ipywidgets.HBox([self.rows, self.backends, self.repeats], layout={"flex_flow": "row wrap"}),
+            ipywidgets.HBox([self.run_button]),
+            ipywidgets.HBox([self.where, self.load_button], layout={"flex_flow": "row wrap"}),
+            self.shown,
+            self.summary,
+            self.tabs,
+        ]
+        super().__init__("Products and pictures, timed", _NOTE, body, css_class="hswq-gemm")
+        self.run_button.on_click(self.guarded(lambda _: self.run()))
+        self.load_button.on_click(self.guarded(lambda _: self.load(self.where.value)))
+        self.picture_button.on_click(self.guarded(lambda _: self.run_pictures()))
+        self.shown.observe(self.guarded(lambda _: self._show()), names="value")
+        self.device.observe(self.guarded(lambda _: self._device_changed()), names="value")
+        self._refresh()
+        if isinstance(results, str):
+            self.guarded(self.load)(results)
+
+    def run(self) -> None:
+        """Times what the controls describe."""
+        shapes, rows, device, dtype = self.shapes.value, self.rows.value, self.device.value, self.dtype.value
+        backends, repeats = list(self.backends.value), int(self.repeats.value)
+        self.start(
+            lambda progress: self.state.run(shapes, rows, device, dtype, backends, repeats, progress),
+            self._refresh,
+        )
+
+    def run_pictures(self) -> None:
+        """Times a whole picture with every model that was given."""
+        self.start(lambda progress: self.state.run_pictures(self._picture_steps, progress), self._refresh)
+
+    def load(self, where: str) -> None:
+        """Loads a stored result or a folder of them."""
+        self.errors.value = ""
+        names = self.state.load(where)
+        self._refresh(next((name for name in names if name in self.state.products), None))
+        self.say(f"loaded: {', '.join(names)}")
+
+    def result(self) -> bench.Bench | None:
+        """The pictures on their tab, else the products that are shown."""
+        products = self._chosen()
+        pictures = self.state.pictures_of(products)
+        on_pictures = self.tabs.titles[self.tabs.selected_index or 0] == "product against picture"
+        return pictures if on_pictures and pictures is not None else products
+
+    def _chosen(self) -> bench.GemmBench | None:
+        return self.state.products.get(self.shown.value)
+
+    def _device_changed(self) -> None:
+        self.shapes.value, self.rows.value = self.state.sizes(self.device.value)
+        self.backends.options = self.state.backends(self.device.value)
+
+    def _refresh(self, chosen: str | None = None) -> None:
+        """Lists the results; shows the one that is named, or the one that was shown before."""
+        products = self.state.products
+        before = self.shown.value
+        self.shown.options = list(products)
+        if products:
+            wanted = chosen if chosen in products else before
+            self.shown.value = wanted if wanted in products else list(products)[-1]
+        if self.state.results:
+            self.allow_exports()
+        targets = bench.compiled_targets(self.state.results.values())
+        self.compiled.value = markup.table(
+            ["back end", "compiled for", "status"], [(t.backend, t.target, t.status) for t in targets]
+        )
+        self._show()
+
+    def _show(self) -> None:
+        products = self._chosen()
+        pictures = self.state.pictures_of(products)
+        if pictures is not None:
+            self.pictures.show(pictures_figure(pictures))
+            columns = ["model", "mode", "seconds", "speedup", "final_cos", "hits", "fallbacks", "why"]
+            self.arithmetic.value = _frame(pictures.to_frame()[columns])
+        if products is None:
+            return
+        self.products.show(gemm_figure(products))
+        self.roofline.show(roofline_figure(products))
+        self.summary.value = markup.facts(_facts(products))
+        self.times.value = _times(products)
+        self.left.value = _frame(self.state.gains(products))
+        self.machines.value = _frame(bench.side_by_side(self.state.products))
+
+
+def _facts(products: bench.GemmBench) -> dict[str, object]:
+    calls = products.repeats * len(products.rows)
+    fallbacks = sum(row.fallbacks for row in products.rows)
+    reasons = "; ".join(dict.fromkeys(row.why for row in products.rows if row.why))
+    limits = products.roofline
+    return {
+        "machine": f"{products.machine['name']}, torch {products.machine['torch']}",
+        "limits": f"copy {limits.copy / 1e9:,.1f} GB/s, {limits.dtype} product {limits.matmul / 1e12:.3g} TFLOP/s",
+        "hits": f"{calls - fallbacks} of {calls} timed calls ran where they should",
+        "fallbacks": f"{fallbacks} ran in the reference: {reasons}" if fallbacks else "none",
+    }
+
+
+def _times(products: bench.GemmBench) -> str:
+    columns = [
+        "M",
+        "N × K",
+        "op",
+        "stage",
+        "ran in",
+        "µs",
+        "TFLOP/s",
+        "× torch",
+        "% of roofline",
+        "error",
+        "fallbacks",
+    ]
+    cells = [
+        (
+            row.m,
+            f"{row.n} × {row.k}",
+            markup.chip(row.op, OP_COLORS.get(row.op, style.GREY)),
+            row.stage,
+            row.backend,
+            round(row.seconds * 1e6, 1),
+            float(f"{row.tflops:.3g}"),
+            round(row.speedup, 2),
+            round(100 * row.of_roofline),
+            float(f"{row.error:.3g}"),
+            row.fallbacks,
+        )
+        for row in products.rows
+    ]
+    return markup.table(columns, cells)
+
+
+def _frame(frame: pd.DataFrame) -> str:
+    """A table of names and factors; what was not measured says so."""
+    cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    return markup.table(list(frame.columns), cells)
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return "not measured" if math.isnan(value) else round(value, 3)
+    return value
