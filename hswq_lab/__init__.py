@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.pack import pack
     from hswq_lab.quantize.plan import Plan
     from hswq_lab.quantize.sensitivity import sensitivity
+    from hswq_lab.spec import purge
     from hswq_lab.trajectory.compare import compare
     from hswq_lab.trajectory.seeds import SEEDS_20
 
@@ -46,6 +47,7 @@ _HOMES = {
     "load_lora": "lora",
     "local_pool": "executors",
     "pack": "quantize",
+    "purge": "spec",
     "save": "loading",
     "save_figure": "export",
     "sensitivity": "quantize",
@@ -73,6 +75,7 @@ __all__ = [
     "local_pool",
     "ops",
     "pack",
+    "purge",
     "save",
     "save_figure",
     "sensitivity",

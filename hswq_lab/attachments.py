@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args, overload
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint.slots import located
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora import (
@@ -20,14 +22,21 @@ from hswq_lab.lora import (
     LayerEvidence,
     LoraFile,
     bake_bias,
-    bake_from_source,
-    bake_in_place,
+    bias_evidence,
     branch_evidence,
+    measure,
+    put_from_source,
+    put_in_place,
+    total_bias,
     total_delta,
 )
+from hswq_lab.lora.evidence import Measured
 from hswq_lab.lora.targets import unpacked
 
 Way = Literal["branch", "bake", "bake_from_source"]
+
+LORAS_KEY = "hswq.loras"
+"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
 
 SCALES_KEY = "hswq.scales"
 """Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""
@@ -36,6 +45,10 @@ SCALES_KEY = "hswq.scales"
 @dataclass(frozen=True, eq=False)
 class Attachment:
     """One LoRA as it was declared.
+
+    Attributes:
+        allow_unmatched: go on although keys of the file match no layer.
+        allow_baked: bake although the checkpoint's metadata say that LoRAs are baked into it already.
 
     Raises (in the constructor):
         HswqError: an unknown way, a strength that is not finite, or "bake_from_source" without a source.
@@ -46,6 +59,7 @@ class Attachment:
     how: Way
     source: Checkpoint | None = None
     allow_unmatched: bool = False
+    allow_baked: bool = False
 
     def __post_init__(self) -> None:
         if self.how not in get_args(Way):
@@ -79,7 +93,8 @@ class Attachments(Sequence[Attachment]):
         items: the LoRAs, in order.
 
     Raises:
-        HswqError: a LoRA is there twice, does not fit the layers, or two ways of baking are mixed.
+        HswqError: a LoRA is there twice, does not fit the layers, would be baked into a file that has baked
+            ones already, or two ways of baking are mixed.
     """
 
     def __init__(
@@ -89,6 +104,8 @@ class Attachments(Sequence[Attachment]):
         self._layers = layers
         self._items = tuple(items)
         _refuse_mixtures(self._items)
+        for item in self._items:
+            _refuse_baked(item, checkpoint)
         self._deltas = [
             item.lora.deltas(layers, allow_unmatched=item.allow_unmatched) for item in self._items
         ]
@@ -150,15 +167,38 @@ class Attachments(Sequence[Attachment]):
         """The layer's weight with everything that is baked into it."""
         baked = self._baked_deltas(layer)
         value = self._pristine(layer).to(device)
-        return self._bake(layer, value, baked)[0] if baked else value
+        return self._put(layer, value, baked).after if _weighty(baked) else value
 
     def effective_bias(self, layer: str) -> Tensor | None:
         """The layer's bias with everything that is baked into it; None without one."""
-        key = f"{layer}.bias"
-        bias = self._checkpoint.get(key)
-        if isinstance(bias, PackedWeight):
-            raise HswqError("a bias is packed", file=self._checkpoint.path, tensor=key)
-        return bake_bias(bias, self._baked_deltas(layer))
+        return bake_bias(self._pristine_bias(layer), self._baked_deltas(layer), layer)
+
+    def wanted(self, layer: str, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What all LoRAs together are to add to a layer, in whatever way: (Σ strength · ΔW, Σ strength · Δb).
+
+        Args:
+            layer: its name.
+            weight: fp32 [N, K], unrotated, what they are put on.
+
+        Returns:
+            fp32 [N, K] and fp32 [N] on the weight's device; None without a delta of the bias.
+        """
+        deltas = [
+            (found[layer].to(weight.device), item.strength)
+            for item, found in zip(self._items, self._deltas, strict=True)
+            if layer in found
+        ]
+        return total_delta(deltas, weight), total_bias(deltas)
+
+    @property
+    def touched(self) -> list[str]:
+        """The layers that any LoRA touches, in the model's order."""
+        return [layer for layer in self._layers if any(layer in deltas for deltas in self._deltas)]
+
+    @property
+    def baked_layers(self) -> list[str]:
+        """The layers that LoRAs are baked into, in the model's order."""
+        return [layer for layer in self._layers if any(layer in deltas for _, deltas in self._baked())]
 
     def branches(
         self, layer: str, device: torch.device, dtype: torch.dtype, bias: Tensor | None
@@ -194,7 +234,7 @@ class Attachments(Sequence[Attachment]):
             value = self._pristine(layer).to(device)
             baked = self._baked_deltas(layer)
             if baked and ways - {"branch"}:
-                rows.append(self._bake(layer, value, baked)[1])
+                rows += self._bake_evidence(layer, value, baked)
             if "branch" in ways:
                 rows += self._branch_evidence(layer, value, device)
         return BakeReport(rows, tuple(str(item) for item in wanted))
@@ -203,6 +243,13 @@ class Attachments(Sequence[Attachment]):
 
     def _pristine(self, layer: str) -> Tensor | PackedWeight:
         return self._checkpoint[f"{layer}.weight"]
+
+    def _pristine_bias(self, layer: str) -> Tensor | None:
+        key = f"{layer}.bias"
+        bias = self._checkpoint.get(key)
+        if isinstance(bias, PackedWeight):
+            raise HswqError("a bias is packed", file=self._checkpoint.path, tensor=key)
+        return bias
 
     def _baked(self) -> list[tuple[Attachment, Mapping[str, LayerDelta]]]:
         pairs = zip(self._items, self._deltas, strict=True)
@@ -227,17 +274,31 @@ class Attachments(Sequence[Attachment]):
                 return weight
         return None
 
-    def _bake(
+    def _put(
         self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]
-    ) -> tuple[Tensor | PackedWeight, LayerEvidence]:
+    ) -> Measured:
         how = self._baked()[0][0].how
         source = self._source_of(layer, how)
         source = None if source is None else source.to(value.device)
         moved = [(delta.to(value.device), strength) for delta, strength in baked]
-        if how == "bake_from_source" and source is not None:
-            scales = self._checkpoint.metadata.get(SCALES_KEY, "rtn")
-            return bake_from_source(source, value, moved, layer, scales)
-        return bake_in_place(value, moved, layer, source)
+        try:
+            if how == "bake_from_source" and source is not None:
+                scales = self._checkpoint.metadata.get(SCALES_KEY, "rtn")
+                return put_from_source(source, value, moved, layer, scales)
+            return put_in_place(value, moved, layer, source)
+        except HswqError as error:
+            raise error if error.file is not None else located(error, self._checkpoint.path, layer) from error
+
+    def _bake_evidence(
+        self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]
+    ) -> list[LayerEvidence]:
+        rows = [measure(self._put(layer, value, baked))] if _weighty(baked) else []
+        total = total_bias(baked)
+        if total is not None:
+            before = self._pristine_bias(layer)
+            after = bake_bias(before, baked, layer)
+            rows.append(bias_evidence(layer, self._baked()[0][0].how, before, after, total))
+        return rows
 
     def _branches_of(self, layer: str, device: torch.device) -> dict[str, tuple[Branch, float]]:
         found: dict[str, tuple[Branch, float]] = {}
@@ -272,7 +333,23 @@ class Attachments(Sequence[Attachment]):
         total = total_delta([(delta.to(device), k) for delta, k in deltas], unpacked(value), norms)
         needs_norms = any(delta.needs_weight for delta, _ in deltas)
         norms_from = "" if not needs_norms else "pack" if source is None else "source"
-        return [branch_evidence(layer, value, total, list(branches.values()), norms_from)]
+        rows = []
+        if _weighty(deltas):
+            rows.append(branch_evidence(layer, value, total, list(branches.values()), norms_from))
+        wanted = total_bias(deltas)
+        if wanted is not None:
+            carried = [
+                branch.bias * strength for branch, strength in branches.values() if branch.bias is not None
+            ]
+            before = self._pristine_bias(layer)
+            after = torch.stack(carried).sum(0).cpu() + (0 if before is None else before.float())
+            rows.append(bias_evidence(layer, "branch", before, after, wanted))
+        return rows
+
+
+def _weighty(deltas: Sequence[tuple[LayerDelta, float]]) -> bool:
+    """Whether any of the deltas is more than one of the bias."""
+    return any(delta.parts for delta, _ in deltas)
 
 
 def _refuse_mixtures(items: Sequence[Attachment]) -> None:
@@ -292,6 +369,39 @@ def _refuse_mixtures(items: Sequence[Attachment]) -> None:
                 file=item.lora.path,
                 fix="change its strength, or detach it first",
             )
+
+
+def _refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
+    """A file that has LoRAs in it is no pristine pack: another bake on top would go unnoticed."""
+    baked = baked_loras(checkpoint.metadata)
+    if not baked or item.how == "branch" or (item.allow_baked and item.how == "bake"):
+        return
+    raise HswqError(
+        "LoRAs are baked into this file already",
+        file=checkpoint.path,
+        found=", ".join(baked),
+        expected="a pack without baked LoRAs",
+        fix="bake all LoRAs at once into the pack that this file was made from"
+        + ("" if item.how == "bake_from_source" else "; or say allow_baked=True to add to them"),
+    )
+
+
+def baked_loras(metadata: Mapping[str, str]) -> list[str]:
+    """The LoRAs that a file's metadata say are baked into it, in words.
+
+    Raises:
+        HswqError: the entry is not what this package writes.
+    """
+    try:
+        told = json.loads(metadata.get(LORAS_KEY, "[]"))
+        return [f"{entry['name']} ×{float(entry['strength']):g} ({entry['how']})" for entry in told]
+    except (ValueError, TypeError, KeyError) as error:
+        raise HswqError(
+            "the file's list of baked LoRAs cannot be read",
+            tensor=LORAS_KEY,
+            found=metadata[LORAS_KEY][:200],
+            expected="a JSON list of name, strength, how",
+        ) from error
 
 
 def _refuse_unbranchable(item: Attachment, deltas: Mapping[str, LayerDelta]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
-from hswq_lab.attachments import Attachment
+from hswq_lab.attachments import LORAS_KEY, Attachment
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model
@@ -16,11 +17,14 @@ from hswq_lab.models.companion import Companion
 from hswq_lab.models.mini import mini_companion, mini_weights
 from hswq_lab.models.zimage import MINI, ZImageConfig
 from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
+from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
 
 MODEL_KEY = "hswq.model"
-LORAS_KEY = "hswq.loras"
+SEEDS_KEY = "hswq.lora_seeds"
+"""Metadata of a file with baked LoRAs: JSON, layer → seed of its stochastic rounding."""
 MINI_NAME = "mini-zimage"
+Keep = Literal["file", "memory"]
 
 
 def load(
@@ -31,6 +35,7 @@ def load(
     mode: Requested = "auto",
     uncalibrated: Uncalibrated | None = None,
     origin: str | None = None,
+    keep: Keep = "file",
 ) -> Model:
     """Opens a model; only headers are read, weights come when they are needed.
 
@@ -42,6 +47,9 @@ def load(
         mode: "auto", "parity" (W4A16), "tc" (W4A4) or "tc8" (W4A8).
         uncalibrated: what to do with layers without input_scale in tc and tc8: None refuses, "dynamic" or "unit".
         origin: who asked for this mode, for the report; default: "default" or "asked for".
+        keep: where the pristine weights are, to which taking a LoRA off returns: "file" reads a layer again when it is
+            needed, and refuses if the file was changed since; "memory" holds a copy of all of them on the CPU, whatever
+            becomes of the file.
 
     Raises:
         HswqError: no such file, a damaged one, not a known model family, or a mode that a layer cannot run in.
@@ -57,7 +65,13 @@ def load(
             expected=f"a file, a folder, or the name {MINI_NAME!r}",
             fix="check the path",
         )
+    if keep not in get_args(Keep):
+        raise HswqError(
+            "unknown place for the weights", found=repr(keep), expected=" or ".join(get_args(Keep))
+        )
     checkpoint = Checkpoint.open(path)
+    if keep == "memory":
+        checkpoint = checkpoint.in_memory()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     origin = origin or ("default" if mode == "auto" and uncalibrated is None else "asked for")
     return Model(
@@ -84,7 +98,8 @@ def companion_for(checkpoint: Checkpoint) -> Companion | None:
 def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
     """Writes a model's weights as one file in the ComfyUI layout, whole or not at all.
 
-    LoRAs that are baked become part of the file and are named in its metadata.
+    LoRAs that are baked become part of the file; its metadata name them with strength and way, and the seeds of the
+    rounding.
 
     Raises:
         HswqError: a LoRA is attached as a branch (a file cannot hold that), the target is the file that is being read,
@@ -103,6 +118,8 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
     if model.loras:
         told = [_told(item) for item in model.loras]
         metadata[LORAS_KEY] = json.dumps([*json.loads(metadata.get(LORAS_KEY, "[]")), *told])
+        seeds = {layer: layer_seed(layer) for layer in model.baked_layers}
+        metadata[SEEDS_KEY] = json.dumps(json.loads(metadata.get(SEEDS_KEY, "{}")) | seeds)
     return write(path, model.effective_items(), metadata, None, progress, source=source)
 
 

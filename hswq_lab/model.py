@@ -26,6 +26,7 @@ from hswq_lab.progress import Progress, silent
 from hswq_lab.report import LayerRow, LoadReport
 
 if TYPE_CHECKING:
+    from hswq_lab.effect import EffectReport
     from hswq_lab.spec import ModelSpec
 
 
@@ -98,6 +99,16 @@ class Model:
         return list(self._attachments)
 
     @property
+    def touched_layers(self) -> list[str]:
+        """The layers that attached LoRAs touch, in network order."""
+        return self._attachments.touched
+
+    @property
+    def baked_layers(self) -> list[str]:
+        """The layers that attached LoRAs are baked into, in network order."""
+        return self._attachments.baked_layers
+
+    @property
     def is_packed(self) -> bool:
         """Whether any Linear is quantised."""
         return any(self.checkpoint.entry(f"{layer}.weight").format != "16-bit" for layer in self.layers())
@@ -137,6 +148,10 @@ class Model:
         """The same model on another device, or with another activation dtype."""
         return self._copy(device=device, dtype=dtype or self.dtype)
 
+    def without_loras(self) -> Model:
+        """A view of this model without its LoRAs that shares its pristine weights; this model is not changed."""
+        return self._copy(attachments=())
+
     def with_checkpoint(self, checkpoint: Checkpoint, name: str | None = None) -> Model:
         """A model of other weights with the same companion, device, dtype and mode, and no LoRAs."""
         return Model(
@@ -153,6 +168,7 @@ class Model:
         request: ModeRequest | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
+        attachments: Sequence[Attachment] | None = None,
     ) -> Model:
         return Model(
             self.checkpoint,
@@ -161,7 +177,7 @@ class Model:
             device=device or self.device,
             dtype=dtype or self.dtype,
             request=request or self.request,
-            attachments=tuple(self._attachments),
+            attachments=tuple(self._attachments) if attachments is None else attachments,
             shared=self._shared,
         )
 
@@ -208,6 +224,7 @@ class Model:
         source: Checkpoint | None = None,
         *,
         allow_unmatched: bool = False,
+        allow_baked: bool = False,
     ) -> BakeReport:
         """Puts a LoRA on the model and proves that it arrived.
 
@@ -219,6 +236,7 @@ class Model:
             source: the 16-bit checkpoint for "bake_from_source"; for the other ways it adds the growth of the error
                 to the report.
             allow_unmatched: go on although keys of the file match no layer (they are reported).
+            allow_baked: bake in place although LoRAs are baked into the pack's file already; they stay.
 
         Returns:
             Per layer, what arrived, computed from the weights.
@@ -227,7 +245,7 @@ class Model:
             HswqError: the file does not fit this model; nothing is changed then.
         """
         with self._lock:
-            added = Attachment(lora, float(strength), how, source, allow_unmatched)
+            added = Attachment(lora, float(strength), how, source, allow_unmatched, allow_baked)
             changed = self._attachments.plus(added)
             report = changed.evidence(self.device, added)
             self._adopt(changed)
@@ -258,6 +276,32 @@ class Model:
         """The evidence for every LoRA on the model together, computed from the weights."""
         with self._lock:
             return self._attachments.evidence(self.device)
+
+    def effect(
+        self,
+        model: Model | None = None,
+        prompts: str | Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
+        *,
+        steps: int = 4,
+        progress: Progress | None = None,
+    ) -> EffectReport:
+        """What the LoRAs on this model do to each layer's outputs, against what they do at 16 bits.
+
+        See `hswq_lab.effect.measure_effect`.
+        """
+        from hswq_lab.effect import measure_effect  # noqa: PLC0415 - it runs models, so it imports this module
+
+        return measure_effect(self, model, prompts, seeds, steps=steps, progress=progress)
+
+    def lora_delta(self, layer: str, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What all LoRAs together are to add to a layer: (Σ strength · ΔW, Σ strength · Δb or None), fp32.
+
+        Args:
+            layer: its name.
+            weight: fp32 [N, K], unrotated, the weight that they are put on.
+        """
+        return self._attachments.wanted(layer, weight)
 
     def _adopt(self, changed: Attachments) -> None:
         # The old network lives until the new one is built, so that both share the device copies of untouched layers.

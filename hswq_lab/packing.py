@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 FORMATS = ("nvfp4", "int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "mxfp8")
 # The largest block scale that still rounds to 448.
 _LARGEST_RATIO = 464.0
+_LARGEST_SCALE = 0x7E  # 448 in E4M3
 
 
 def pack_weight(
@@ -164,15 +165,20 @@ def _pack_nvfp4(w: Tensor, group: int | None, method: Method, importance: Tensor
 
 
 def _requantize_nvfp4(packed: Nvfp4Weight, w: Tensor, seed: int) -> Nvfp4Weight:
-    rotated = _rotated(w, packed.group)
     scale, scales = packed.scale, packed.scales
-    needed = ops.tensor_scale(rotated)
     if scale == 0:
-        scale, scales = needed, torch.zeros_like(scales)
-    while needed * E4M3_MAX > scale * _LARGEST_RATIO:
-        scale, scales = 2 * scale, encode_e4m3(decode_e4m3(scales) / 2)
-    codes, scales = ops.requantize_nvfp4(rotated, scale, scales, seed)
-    return replace(packed, codes=codes, scales=scales, scale=scale)
+        scale, scales = ops.tensor_scale(_rotated(w, packed.group)), torch.zeros_like(scales)
+    codes, new_scales = ops.requantize_nvfp4(w.float(), scale, scales, seed, packed.group)
+    # Only a block that got the largest scale can be too large for the tensor scale: no pass over all of w.
+    largest = (
+        ops.unswizzle(new_scales.view(torch.uint8), w.shape[0], -(-w.shape[1] // BLOCK)) == _LARGEST_SCALE
+    )
+    needed = ops.tensor_scale(_rotated(w[largest.any(dim=1)], packed.group))
+    if needed * E4M3_MAX > scale * _LARGEST_RATIO:
+        while needed * E4M3_MAX > scale * _LARGEST_RATIO:
+            scale, scales = 2 * scale, encode_e4m3(decode_e4m3(scales) / 2)
+        codes, new_scales = ops.requantize_nvfp4(w.float(), scale, scales, seed, packed.group)
+    return replace(packed, codes=codes, scales=new_scales, scale=scale)
 
 
 def _rotated(w: Tensor, group: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -65,13 +66,14 @@ class LoraSpec:
     how: Way
     source: FileSpec | None
     allow_unmatched: bool
+    allow_baked: bool
 
     def attachment(self) -> Attachment:
         """Reads the file again; raises HswqError if it holds something else now."""
         lora = load_lora(self.path, full_lokr_scale=self.full_lokr_scale)
         _check_content(self.path, lora.sha256, self.sha256)
         source = None if self.source is None else _opened(self.source)[0]
-        return Attachment(lora, self.strength, self.how, source, self.allow_unmatched)
+        return Attachment(lora, self.strength, self.how, source, self.allow_unmatched, self.allow_baked)
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,20 @@ def forget_models() -> None:
         _models.clear()
 
 
+def purge(*models: Model) -> None:
+    """Drops every network and every cached model: what is used next is built anew from files and declared state.
+
+    Args:
+        models: those whose networks go; the models themselves, with mode and LoRAs, stay usable.
+    """
+    for model in models:
+        model.unload()
+    forget_models()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _opened(spec: FileSpec) -> tuple[Checkpoint, SharedWeights]:
     with _lock:
         checkpoint = _files.get(spec) or spec.open()
@@ -187,6 +203,7 @@ def _lora_spec(attachment: Attachment) -> LoraSpec:
         how=attachment.how,
         source=None if attachment.source is None else _file_of(attachment.source),
         allow_unmatched=attachment.allow_unmatched,
+        allow_baked=attachment.allow_baked,
     )
 
 

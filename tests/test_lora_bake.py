@@ -278,10 +278,10 @@ def test_bias_bake():
     part = {"diffusion_model.layers.0.attention.out.diff_b": torch.arange(D) / 16}
     delta = lora_from_tensors(part).deltas(LAYERS)["layers.0.attention.out"]
     bias = torch.ones(D, dtype=torch.bfloat16)
-    torch.testing.assert_close(bake_bias(bias, [(delta, 2.0)]), (1 + torch.arange(D) / 8).bfloat16())
-    torch.testing.assert_close(bake_bias(None, [(delta, 2.0)]), torch.arange(D) / 8)
-    assert bake_bias(None, [(delta, 0.0)]) is None
-    assert bake_bias(bias, []) is bias
+    torch.testing.assert_close(bake_bias(bias, [(delta, 2.0)], NAME), (1 + torch.arange(D) / 8).bfloat16())
+    torch.testing.assert_close(bake_bias(None, [(delta, 2.0)], NAME), torch.arange(D) / 8)
+    assert bake_bias(None, [(delta, 0.0)], NAME) is None
+    assert bake_bias(bias, [], NAME) is bias
 
 
 def test_sources_that_cannot_be_meant_are_refused():

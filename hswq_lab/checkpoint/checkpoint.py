@@ -188,6 +188,13 @@ class Checkpoint(Mapping[str, Value]):
             warnings=self.warnings,
         )
 
+    def in_memory(self) -> Checkpoint:
+        """The same with every value read now and kept on the CPU: nothing that happens to the file matters."""
+        slots = {name: memory_slot(name, slot.load()) for name, slot in self._slots.items()}
+        return Checkpoint(
+            slots, metadata=self.metadata, naming=self.naming, index=self.index, warnings=self.warnings
+        )
+
     def save(
         self,
         path: str | os.PathLike[str],

@@ -41,6 +41,12 @@ def total_delta(deltas: Weighted, weight: Tensor, norms_of: Tensor | None = None
 def bake_in_place(
     value: Weight, deltas: Weighted, name: str, source: Tensor | None = None
 ) -> tuple[Weight, LayerEvidence]:
+    """`put_in_place` and its evidence: (new weight of the same kind, what happened to the delta)."""
+    case = put_in_place(value, deltas, name, source)
+    return case.after, measure(case)
+
+
+def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | None = None) -> Measured:
     """Puts deltas into a weight of which only the packed form exists.
 
     Dequantise and unrotate → add all deltas in fp32 → rotate and requantise once, with the pack's own scales
@@ -54,25 +60,31 @@ def bake_in_place(
         source: the 16-bit weight [N, K], if there is one: for DoRA's norms and the growth of the error.
 
     Returns:
-        (new weight of the same kind, what happened to the delta).
+        The new weight (`after`, of the same kind) beside all that its evidence is measured from.
     """
     weight = unpacked(value)
     origin = _checked(source, value, name)
     total = total_delta(deltas, weight, origin)
     after = value
-    touched = (total != 0).any(dim=1)
+    touched = _touched(total)
     if touched.any():
-        wanted = weight + total
-        after = _requantized(value, wanted, name)
+        after = _requantized(value, weight + total, name)
         if not touched.all():
             after = keep_rows(value, after, ~touched)
-    case = Measured(name, "bake", value, after, weight, total, touched, origin, _norms_from(deltas, origin))
-    return after, measure(case)
+    return Measured(name, "bake", value, after, weight, total, touched, origin, _norms_from(deltas, origin))
 
 
 def bake_from_source(
     source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn"
 ) -> tuple[Weight, LayerEvidence]:
+    """`put_from_source` and its evidence: (new weight of the same kind, what happened to the delta)."""
+    case = put_from_source(source, value, deltas, name, scales)
+    return case.after, measure(case)
+
+
+def put_from_source(
+    source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn"
+) -> Measured:
     """Quantises the 16-bit source plus the deltas in the pack's format: no second rounding eats the delta.
 
     Args:
@@ -83,8 +95,8 @@ def bake_from_source(
         scales: how the pack chose its block scales: "rtn", "four_six" or "sweep".
 
     Returns:
-        (new weight of the same kind, what happened to the delta, measured against the pristine pack). A
-        weight with one INT8 scale for all rows gets a scale a row.
+        The new weight (`after`, of the same kind) beside the pristine pack's, against which its evidence is
+        measured. A weight with one INT8 scale for all rows gets a scale a row.
 
     Raises:
         HswqError: a source of another shape or a quantised one, or scales chosen in a way that needs more
@@ -102,24 +114,45 @@ def bake_from_source(
     assert origin is not None  # noqa: S101 - a source was given
     weight = unpacked(value)
     total = total_delta(deltas, origin)
-    touched = (total != 0).any(dim=1)
+    touched = _touched(total)
     after = _packed_like(value, origin + total, name, cast("Method", scales)) if touched.any() else value
-    case = Measured(
+    return Measured(
         name, "bake_from_source", value, after, weight, total, touched, origin, _norms_from(deltas, origin)
     )
-    return after, measure(case)
 
 
-def bake_bias(bias: Tensor | None, deltas: Weighted) -> Tensor | None:
-    """The layer's bias with Σ strength · Δb, fp32 where there was none; None if it stays absent."""
-    found = [(delta.bias(), strength) for delta, strength in deltas]
-    added = [value * strength for value, strength in found if value is not None and strength != 0]
-    if not added:
+def total_bias(deltas: Weighted) -> Tensor | None:
+    """Σ strength · Δb, fp32 [N]; None where no delta has a bias."""
+    found = [bias * strength for delta, strength in deltas if (bias := delta.bias()) is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def bake_bias(bias: Tensor | None, deltas: Weighted, name: str) -> Tensor | None:
+    """The layer's bias with Σ strength · Δb.
+
+    A 16-bit bias stays 16-bit and is rounded stochastically, as weights are: to nearest, it would lose a
+    small delta.
+
+    Args:
+        bias: [N], the pristine one; None without one.
+        deltas: of this layer, with strengths.
+        name: the layer's name; seeds the rounding.
+
+    Returns:
+        [N] in the bias's dtype, fp32 where there was none; None if it stays absent.
+    """
+    total = total_bias(deltas)
+    if total is None or not total.any():
         return bias
-    total = torch.stack(added).sum(0)
     if bias is None:
         return total
-    return (bias.float() + total.to(bias.device)).to(bias.dtype)
+    wanted = bias.float() + total.to(bias.device)
+    return round_stochastic(wanted[None], bias.dtype, packing.layer_seed(f"{name}.bias"))[0]
+
+
+def _touched(total: Tensor) -> Tensor:
+    """Rows that are not all zeros, bool [N]; two reductions are several times faster than a mask."""
+    return (total.amax(dim=1) != 0) | (total.amin(dim=1) != 0)
 
 
 def _requantized(value: Weight, wanted: Tensor, name: str) -> Weight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -10,6 +10,7 @@ import pandas as pd
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
+    from hswq_lab.effect import EffectReport
     from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict
 
 _KINDS: tuple[Kind, ...] = ("nvfp4", "int8", "other_qt", "16-bit")
@@ -53,10 +54,16 @@ class BakeReport(Result):
     Attributes:
         rows: one a touched layer.
         loras: what was applied, e.g. "outline ×0.8 (bake)".
+        effect: the effect test on real activations, if it was made.
     """
 
     rows: list[LayerEvidence]
     loras: tuple[str, ...] = ()
+    effect: EffectReport | None = None
+
+    def with_effect(self, effect: EffectReport) -> BakeReport:
+        """The same with the effect test beside the evidence."""
+        return replace(self, effect=effect)
 
     def kind(self, kind: Kind) -> KindVerdict:
         """The counts of one kind of weight."""
@@ -76,8 +83,9 @@ class BakeReport(Result):
 
     @property
     def kinds(self) -> list[KindVerdict]:
-        """The counts of every kind."""
-        return [self.kind(kind) for kind in _KINDS]
+        """The counts of every kind of weight, and of biases where a LoRA changes one."""
+        biases: tuple[Kind, ...] = ("bias",) if any(row.kind == "bias" for row in self.rows) else ()
+        return [self.kind(kind) for kind in _KINDS + biases]
 
     @property
     def patches_left(self) -> int:
@@ -133,8 +141,13 @@ class BakeReport(Result):
         return pd.DataFrame(frames)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer."""
-        return pd.DataFrame([{**vars(row), "growth": row.growth} for row in self.rows])
+        """One row a layer; with an effect test, "effect_cosine" and "effect_error" too."""
+        frame = pd.DataFrame([{**vars(row), "growth": row.growth} for row in self.rows])
+        if self.effect is None:
+            return frame
+        columns = {"cosine": "effect_cosine", "error": "effect_error"}
+        measured = self.effect.to_frame()[["layer", *columns]].rename(columns=columns)
+        return frame.merge(measured, on="layer", how="left")
 
     def __repr__(self) -> str:
         """A summary for a console."""
@@ -151,4 +164,6 @@ class BakeReport(Result):
                 worst = max(warned, key=lambda row: row.added_error or 0.0)
                 where = f"{len(warned)} of {kind.layers} {kind.kind} layers, the worst {worst.layer}"
                 lines.append(f"  warning: {where}: {worst.warning}")
+        if self.effect is not None:
+            lines.append(f"  {self.effect!r}".replace("\n", "\n  "))
         return "\n".join([*lines, *(f"  note: {text}" for text in self.notes)])

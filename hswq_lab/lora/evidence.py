@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Way = Literal["branch", "bake", "bake_from_source"]
 Verdict = Literal["OK", "MISMATCH", "MISSING", "N/A"]
-Kind = Literal["nvfp4", "int8", "other_qt", "16-bit"]
+Kind = Literal["nvfp4", "int8", "other_qt", "16-bit", "bias"]
 
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
 _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
@@ -35,6 +35,7 @@ class LayerEvidence:
 
     Attributes:
         kind: the reference log's classes; "other_qt" are quantised formats that are neither NVFP4 nor INT8.
+            "bias" is a row about the layer's bias: W, W' and ΔW are then b, b' and Δb.
         format: of the stored weight.
         group: its rotation group.
         rows: rows that ΔW touches.
@@ -181,6 +182,47 @@ def branch_evidence(
         norms_from=norms_from,
         calibrated=_is_calibrated(value),
         warning=_warning("branch", verdict, retained, error, added),
+    )
+
+
+def bias_evidence(
+    name: str, way: Way, before: Tensor | None, after: Tensor | None, total: Tensor
+) -> LayerEvidence:
+    """The evidence for a layer's bias, a row of kind "bias".
+
+    Args:
+        name: the layer's name.
+        way: how the delta was applied.
+        before: the pristine bias [N]; None where the layer had none.
+        after: the bias that the layer adds now; None where it still has none.
+        total: Σ strength · Δb, fp32 [N].
+    """
+    device = total.device
+    old = torch.zeros_like(total) if before is None else before.to(device).float()
+    new = torch.zeros_like(total) if after is None else after.to(device).float()
+    sums = _Sums(total.numel())
+    sums.add(new - old, total, old)
+    retained, error, added = sums.share()
+    verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
+    stored = before if before is not None else after if after is not None else total
+    return LayerEvidence(
+        layer=name,
+        way=way,
+        kind="bias",
+        format=format_of(stored),
+        group=None,
+        rows=int((total != 0).sum()),
+        delta_norm=math.sqrt(sums.dd),
+        ratio=math.sqrt(sums.dd / sums.ww) if sums.ww else None,
+        retained=retained,
+        retained_se=error,
+        added_error=added,
+        source_error_before=None,
+        source_error_after=None,
+        unrotated=None,
+        rerotated=None,
+        verdict=verdict,
+        warning=_warning(way, verdict, retained, error, added),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
@@ -95,7 +96,7 @@ class LoraFile:
     def deltas(
         self, layers: LayerShapes | HasLayers, *, allow_unmatched: bool = False
     ) -> Mapping[str, LayerDelta]:
-        """The delta of every layer that the file touches; tensors are read at each access.
+        """The delta of every layer that the file touches; tensors are read when a layer is asked for.
 
         Args:
             layers: name → (N, K) of a model's Linears, or a model.
@@ -113,7 +114,13 @@ class LoraFile:
         for match in matches:
             if match.target is not None:
                 grouped.setdefault(match.target.layer, []).append((match.entry, match.target))
-        return PerLayer(list(grouped), lambda layer: self._delta(layer, shapes[layer], grouped[layer]))
+
+        # Whoever applies a delta asks for it several times in a row: the last layer's factors are kept.
+        @lru_cache(maxsize=1)
+        def delta(layer: str) -> LayerDelta:
+            return self._delta(layer, shapes[layer], grouped[layer])
+
+        return PerLayer(list(grouped), delta)
 
     def dense_deltas(
         self, layers: LayerShapes | HasLayers, *, allow_unmatched: bool = False
