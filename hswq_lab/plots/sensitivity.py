@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import plotly.graph_objects as go
 
 from hswq_lab.plots import style
+from hswq_lab.plots.pack import place_of
 from hswq_lab.quantize.plan import KEPT, Plan
 from hswq_lab.trajectory.trace import SAME_IMAGE
 
@@ -16,16 +17,21 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.impact import ImpactReport, LayerImpact
     from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 
+Order: TypeAlias = Literal["impact", "block", "kind"]
 
-def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "nvfp4") -> go.Figure:
-    """Impact of every layer in one format, the least sensitive first, with 95 % intervals, on a log axis.
+
+def impact_figure(
+    report: ImpactReport, plan: Plan | None = None, form: str = "nvfp4", order: Order = "impact"
+) -> go.Figure:
+    """Impact of every layer in one format, with 95 % intervals, on a log axis.
 
     Args:
         report: from `hl.sensitivity`.
         plan: colours each bar by the format that this plan gives the layer; without it, by `form`.
         form: the measured format whose impact is shown.
+        order: the least sensitive first, or block by block in network order, or kind by kind (all qkv, …).
     """
-    layers = report.ranking(form)
+    layers = _ordered(report, form, order)
     rows = [report.of(layer, form) for layer in layers]
     chosen = {layer: (plan.form_of(layer) or KEPT) if plan is not None else form for layer in layers}
     figure = style.new_figure(
@@ -43,6 +49,17 @@ def impact_figure(report: ImpactReport, plan: Plan | None = None, form: str = "n
     figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="impact")
     style.legend_above(figure)
     return figure
+
+
+def _ordered(report: ImpactReport, form: str, order: Order) -> list[str]:
+    ranking = report.ranking(form)
+    if order == "impact":
+        return ranking
+    network = [layer for layer in report.layers if layer in set(ranking)]
+    if order == "block":
+        return network
+    kinds = list(dict.fromkeys(place_of(layer).kind for layer in network))
+    return sorted(network, key=lambda layer: kinds.index(place_of(layer).kind))
 
 
 def _bars(rows: Sequence[LayerImpact], kind: str, *, planned: bool) -> go.Bar:

@@ -1,0 +1,129 @@
+"""BakeCheck: put LoRAs on a pack in any way and see whether they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ipywidgets
+
+from hswq_lab.plots import retention_figure, style
+from hswq_lab.widgets import markup
+from hswq_lab.widgets.bake_state import BakeState, Checked, Choice, SecondGeneration
+from hswq_lab.widgets.live_figure import LiveFigure
+from hswq_lab.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from hswq_lab.lora import BakeReport, LoraFile
+    from hswq_lab.model import Model
+
+WAYS = {"as a branch": "branch", "bake in place": "bake", "bake from the source": "bake_from_source"}
+
+
+class BakeCheck(Panel):
+    """LoRAs with strengths, the way they are applied, and the proof.
+
+    Args:
+        pack: the packed model; the panel works on a view of it.
+        loras: what can be put on it.
+        source: the 16-bit model.
+        prompt: first prompt; the pack's first one by default.
+        seed: first seed.
+        steps: Euler steps.
+    """
+
+    def __init__(
+        self,
+        pack: Model,
+        loras: Sequence[LoraFile],
+        source: Model | None = None,
+        *,
+        prompt: str | None = None,
+        seed: int = 42,
+        steps: int = 8,
+    ) -> None:
+        self.state = BakeState(pack, loras, source, steps)
+        self.rows = [
+            (
+                ipywidgets.Checkbox(value=place == 0, description=lora.name, indent=False, layout={"width": "210px"}),
+                ipywidgets.FloatSlider(
+                    value=1.0, min=-1.0, max=2.0, step=0.05, description="strength", continuous_update=False,
+                    layout={"width": "380px"},
+                ),
+            )
+            for place, lora in enumerate(self.state.loras)
+        ]  # fmt: skip
+        ways = {name: way for name, way in WAYS.items() if way != "bake_from_source" or source is not None}
+        self.way = ipywidgets.Dropdown(options=ways, value="bake", description="way")
+        self.prompt = ipywidgets.Text(
+            value=prompt or pack.prompts[0], description="prompt", continuous_update=False,
+            layout={"width": "420px"},
+        )  # fmt: skip
+        self.seed = ipywidgets.BoundedIntText(
+            value=seed, min=0, max=2**53 - 1, description="seed", layout={"width": "220px"}
+        )
+        self.apply_button = ipywidgets.Button(description="Apply", button_style="primary", icon="check")
+        self.undo_button = ipywidgets.Button(description="Undo", icon="undo")
+        self.again_button = ipywidgets.Button(
+            description="Second generation", tooltip="drop everything and make the picture again",
+            layout={"width": "170px"},
+        )  # fmt: skip
+        self.verdict = ipywidgets.HTML()
+        self.pictures = ipywidgets.HTML(markup.note("apply a LoRA to see the pictures"))
+        self.figure = LiveFigure(style.new_figure("what arrived comes here", height=440))
+        self.checked: Checked | None = None
+        body = [
+            *(ipywidgets.HBox(row) for row in self.rows),
+            ipywidgets.HBox([self.way, self.prompt, self.seed], layout={"flex_flow": "row wrap"}),
+            ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button]),
+            self.verdict,
+            self.pictures,
+            self.figure,
+        ]
+        super().__init__(
+            f"LoRAs on {pack.name}",
+            "What arrived is computed from the weights: the share of ΔW that is in them, and the noise beside it.",
+            body,
+            css_class="hswq-bake",
+        )
+        self.apply_button.on_click(self.guarded(lambda _: self._apply()))
+        self.undo_button.on_click(self.guarded(lambda _: self._undo()))
+        self.again_button.on_click(self.guarded(lambda _: self._again()))
+
+    def result(self) -> BakeReport | None:
+        """The evidence for what is on the pack."""
+        return self.state.report
+
+    def _apply(self) -> None:
+        choices = [
+            Choice(lora, float(strength.value))
+            for lora, (ticked, strength) in zip(self.state.loras, self.rows, strict=True)
+            if ticked.value
+        ]
+        way, prompt, seed = self.way.value, self.prompt.value, int(self.seed.value)
+        self.start(lambda progress: self.state.apply(choices, way, prompt, seed, progress), self._show)
+
+    def _show(self, checked: Checked) -> None:
+        self.checked = checked
+        report = checked.report
+        banner = markup.banner(f"{', '.join(report.loras)}: {report.verdict}; {report.log_line}",
+                               good=report.verdict == "OK")  # fmt: skip
+        warned = report.warnings
+        more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
+        self.verdict.value = banner + (markup.note(warned[0] + more) if warned else "")
+        self.pictures.value = markup.pictures(checked.pictures())
+        self.figure.show(retention_figure({checked.way: report}))
+        self.allow_exports()
+
+    def _undo(self) -> None:
+        self.state.undo()
+        self.verdict.value = markup.note("no LoRA is on the pack; its weights are the pristine ones")
+        self.pictures.value = ""
+        self.figure.show(style.new_figure("what arrived comes here", height=440))
+
+    def _again(self) -> None:
+        prompt, seed = self.prompt.value, int(self.seed.value)
+        self.start(lambda progress: self.state.second_generation(prompt, seed, progress), self._told)
+
+    def _told(self, told: SecondGeneration) -> None:
+        self.verdict.value = markup.banner(str(told), good=told.passed)

@@ -1,0 +1,165 @@
+"""What a BakeCheck shows, without widgets: LoRAs on a pack, their evidence, pictures before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image
+
+from hswq_lab.errors import HswqError
+from hswq_lab.progress import Progress, part
+from hswq_lab.widgets.strength import view_of
+
+if TYPE_CHECKING:
+    from hswq_lab.attachments import Way
+    from hswq_lab.lora import BakeReport, LoraFile
+    from hswq_lab.model import Model
+    from hswq_lab.models.sampler import Run
+
+AMPLIFIED = 4
+"""Factor on a difference picture: grey is no difference, lighter is more, darker is less."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One LoRA as it is to be applied."""
+
+    lora: LoraFile
+    strength: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one way of applying the LoRAs did.
+
+    Attributes:
+        report: the evidence, from the weights.
+        before: the pack without LoRAs.
+        after: the pack with them.
+        wanted: the 16-bit model with them; None without one.
+    """
+
+    way: Way
+    report: BakeReport
+    before: Image.Image
+    after: Image.Image
+    wanted: Image.Image | None
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Caption → picture; the difference is to the 16-bit model, or to the pack without LoRAs."""
+        shown = {"pack, without": self.before, f"pack, {self.way}": self.after}
+        if self.wanted is None:
+            return shown | {f"with − without, ×{AMPLIFIED}": difference(self.after, self.before)}
+        shown["16 bit, with"] = self.wanted
+        return shown | {f"pack − 16 bit, ×{AMPLIFIED}": difference(self.after, self.wanted)}
+
+
+@dataclass(frozen=True)
+class SecondGeneration:
+    """The famous failure as a test: everything dropped from memory, and the same picture made again.
+
+    Attributes:
+        same_latent: whether the second final latent equals the first, bit for bit.
+        same_evidence: whether the evidence, computed again, says the same.
+    """
+
+    same_latent: bool
+    same_evidence: bool
+
+    @property
+    def passed(self) -> bool:
+        """Both."""
+        return self.same_latent and self.same_evidence
+
+    def __str__(self) -> str:
+        if self.passed:
+            return "second generation after a purge: the same latent, bit for bit, and the same evidence"
+        wrong = [
+            what
+            for what, same in (("latent", self.same_latent), ("evidence", self.same_evidence))
+            if not same
+        ]
+        return f"second generation after a purge: another {' and another '.join(wrong)}"
+
+
+class BakeState:
+    """A pack that is given LoRAs in every way; the models given are not changed.
+
+    Args:
+        pack: the packed model.
+        loras: what can be put on it.
+        source: the 16-bit model: for "bake_from_source", and to compare with.
+        steps: Euler steps of pictures.
+    """
+
+    def __init__(self, pack: Model, loras: Sequence[LoraFile], source: Model | None, steps: int) -> None:
+        self.pack = view_of(pack)
+        self.loras = list(loras)
+        self.source = source
+        self.steps = steps
+        self.report: BakeReport | None = None
+
+    def apply(
+        self, choices: Sequence[Choice], way: Way, prompt: str, seed: int, progress: Progress
+    ) -> Checked:
+        """Takes off what is on, applies the choices, and makes the pictures.
+
+        Raises:
+            HswqError: nothing is chosen, or a LoRA does not fit; the pack has no LoRAs then.
+        """
+        if not choices:
+            raise HswqError("no LoRA is chosen", fix="tick one")
+        self.undo()
+        stages = 3 if self.source is not None else 2
+        before = self._run(self.pack, prompt, seed, part(progress, 0, 100, 100 * stages))
+        source = None if self.source is None else self.source.checkpoint
+        try:
+            for choice in choices:
+                self.pack.attach(choice.lora, choice.strength, way, source)
+        except HswqError:
+            self.undo()
+            raise
+        self.report = self.pack.bake_report()
+        after = self._run(self.pack, prompt, seed, part(progress, 100, 200, 100 * stages))
+        wanted = None
+        if self.source is not None:
+            dressed = view_of(self.source)
+            for choice in choices:
+                dressed.attach(choice.lora, choice.strength, "branch")
+            wanted = self._run(dressed, prompt, seed, part(progress, 200, 300, 300)).image
+        return Checked(way, self.report, before.image, after.image, wanted)
+
+    def undo(self) -> None:
+        """Takes every LoRA off; the weights are the pristine ones, bit for bit."""
+        for attachment in self.pack.loras:
+            self.pack.detach(attachment.lora)
+        self.report = None
+
+    def second_generation(self, prompt: str, seed: int, progress: Progress) -> SecondGeneration:
+        """Makes a picture, drops the network and everything computed from the LoRAs, and makes it again.
+
+        Raises:
+            HswqError: no LoRA is on the pack.
+        """
+        if not self.pack.loras:
+            raise HswqError("no LoRA is on the pack", fix="attach one first")
+        first = self._run(self.pack, prompt, seed, part(progress, 0, 100, 200))
+        evidence = self.pack.bake_report()
+        self.pack.unload()
+        second = self._run(self.pack, prompt, seed, part(progress, 100, 200, 200))
+        return SecondGeneration(
+            torch.equal(first.final, second.final), self.pack.bake_report().rows == evidence.rows
+        )
+
+    def _run(self, model: Model, prompt: str, seed: int, progress: Progress) -> Run:
+        return model.generate(prompt, seed, self.steps, progress=progress)
+
+
+def difference(a: Image.Image, b: Image.Image) -> Image.Image:
+    """a − b, amplified about middle grey; both of one size."""
+    signed = np.asarray(a, dtype=np.int16) - np.asarray(b, dtype=np.int16)
+    return Image.fromarray((128 + AMPLIFIED * signed).clip(0, 255).astype(np.uint8))
