@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_files import int8, marker, nvfp4, parts, random_matrix, save
+from checkpoint_files import int8, marker, metadata, nvfp4, parts, random_matrix, save
 from test_checkpoint_reports import as_modelopt, structured
 
 from hswq_lab import packing
@@ -81,10 +81,15 @@ def test_modelopt_is_read_right_where_the_producer_is_known(tmp_path, known):
         assert Checkpoint.open(file)["a.weight"].same_bits(packed)
 
 
-def test_a_marker_is_believed_before_a_configuration(tmp_path):
+@pytest.mark.parametrize("where", ["tensor", "header"])
+def test_a_marker_is_believed_before_a_configuration(tmp_path, where):
     packed = nvfp4(structured(256, 256))
-    tensors = packed.disk_tensors() | {"comfy_quant": marker(packed.marker())}
-    file = file_of(tmp_path / "model.safetensors", tensors)
+    tensors = packed.disk_tensors()
+    if where == "tensor":
+        tensors |= {"comfy_quant": marker(packed.marker())}
+    file = file_of(
+        tmp_path / "model.safetensors", tensors, metadata(a="nvfp4") if where == "header" else None
+    )
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "modelopt"}}')
     assert Checkpoint.open(file)["a.weight"].same_bits(packed)
 

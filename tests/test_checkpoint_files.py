@@ -48,12 +48,14 @@ class TestParts:
 
     @pytest.mark.parametrize(
         "name",
-        ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "x\0y", "x\ud800"],
+        ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "x\0y"],
     )
     def test_an_index_never_leads_out_of_its_folder(self, shards, name):
         (shards.parent / "sub").mkdir()
+        for place in ("sub/x.safetensors", "../evil.safetensors"):
+            save(shards.parent / place, {"a": torch.zeros(2)})
         index_file(shards.parent, {"a": name})
-        with pytest.raises(HswqError, match=r"leads out|does not exist|not valid"):
+        with pytest.raises(HswqError, match="index leads out"):
             Checkpoint.open(shards)
 
     def test_links_lead_out_only_into_a_hub_cache(self, tmp_path):

@@ -293,6 +293,16 @@ def test_scales_that_belong_to_nothing_are_kept_and_reported(file):
     assert len(checkpoint.warnings) == 2
 
 
+@pytest.mark.parametrize("prefix", ["model.", "net."])
+def test_a_short_prefix_must_be_on_most_tensors(file, prefix):
+    names = [f"{prefix}a.weight", "b.weight", "c.weight"]
+    checkpoint = Checkpoint.open(save(file, {name: torch.zeros(2) for name in names}))
+    assert (checkpoint.prefix, set(checkpoint)) == ("", set(names))
+    names = [f"{prefix}a.weight", f"{prefix}b.weight", "c.weight"]
+    checkpoint = Checkpoint.open(save(file, {name: torch.zeros(2) for name in names}))
+    assert (checkpoint.prefix, set(checkpoint)) == (prefix, {"a.weight", "b.weight", "c.weight"})
+
+
 def test_names_with_and_without_prefix_at_once_are_refused(file):
     with pytest.raises(HswqError, match="with and without prefix"):
         Checkpoint.open(save(file, {f"{COMFY}a.weight": torch.zeros(2), "a.weight": torch.zeros(2)}))

@@ -9,6 +9,7 @@ import torch
 from checkpoint_files import COMFY, fp8, int8, marker, metadata, nvfp4, parts, random_matrix, raw_file, save
 
 from hswq_lab.checkpoint import Checkpoint, check, diff, inspect, write
+from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.formats import swap_nibbles, unswizzle
 
 
@@ -143,6 +144,7 @@ class TestCheck:
             "gone", "half.weight", "inf.weight", "nan.weight_scale", "zero.input_scale",
         }  # fmt: skip
         assert len(report.to_frame()) == len(report.findings)
+        assert "half.weight" not in open_files(tmp_path / "x.safetensors").index.slots
 
     def test_a_layer_that_is_not_its_source_is_an_error(self, pack, tmp_path):
         wrong = {"a.weight": structured(256, 256, 9), "b.weight": structured(64, 256, 1)}
@@ -169,6 +171,13 @@ class TestCheck:
         assert (layout.factor, layout.group) == ("multiplier", group)
         assert "layout" in rules(report)
         assert ("rotation" in rules(report)) == (group is not None)  # there is no marker that says so
+
+    def test_what_makes_no_difference_is_not_told(self, tmp_path):
+        w = torch.ones(256, 256).bfloat16()  # one scale for all blocks: their order does not show
+        w[torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) < 0.5] *= -1
+        file = save(tmp_path / "x.safetensors", parts("a", nvfp4(w)))
+        (layout,) = check(file, Checkpoint.from_mapping({"a.weight": w})).layout.layers
+        assert (layout.even, layout.scales, layout.how) == ("high", "undetermined", "source")
 
     def test_a_rotation_that_the_marker_hides_is_found(self, tmp_path):
         w = structured(256, 256)

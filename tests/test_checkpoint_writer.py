@@ -183,6 +183,23 @@ def test_metadata_that_is_no_text_is_written_as_text(tmp_path):
     assert Checkpoint.open(file).metadata == {"n": "3", "d": '{"k": [1]}', "none": "null"}
 
 
+def test_a_shape_that_only_the_caller_knew_gets_into_the_marker(tmp_path):
+    packed = nvfp4(random_matrix(130, 40))
+    tensors = {f"a.{suffix}": tensor for suffix, tensor in packed.disk_tensors().items()}
+    source = save(tmp_path / "in.safetensors", tensors | {"a.comfy_quant": marker({"format": "nvfp4"})})
+    target = Checkpoint.open(source, shapes={"a": (130, 40)}).save(tmp_path / "out.safetensors")
+    assert Checkpoint.open(target)["a.weight"].same_bits(packed)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    real = save(tmp_path / "real.safetensors", {"old": torch.zeros(1)})
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(real)
+    write(link, [("new", torch.zeros(1))])
+    assert link.is_symlink()
+    assert list(Checkpoint.open(real)) == ["new"]
+
+
 def test_the_file_that_is_read_from_is_never_overwritten(tmp_path):
     file = tmp_path / "x.safetensors"
     write(file, pack().items())
