@@ -41,10 +41,11 @@ def report(*points: ParetoPoint) -> ParetoReport:
 
 
 def test_the_front_is_what_nothing_beats():
-    best = report(point("a", 8.0, 0.99), point("b", 6.0, 0.98), point("c", 6.5, 0.97), point("d", 5.0, 0.9))
+    points = (("a", 8.0, 0.99), ("b", 6.0, 0.98), ("c", 6.5, 0.97), ("e", 5.0, 0.8), ("d", 5.0, 0.9))
+    best = report(*(point(*each) for each in points))
     assert [p.label for p in best.front()] == ["d", "b", "a"]
     frame = best.to_frame().set_index("label")
-    assert list(frame["on_front"]) == [True, True, False, True]
+    assert list(frame["on_front"]) == [True, True, False, False, True]
     assert frame.loc["b", "mean"] == pytest.approx(0.98)
 
 

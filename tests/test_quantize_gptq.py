@@ -9,10 +9,10 @@ import torch
 
 from hswq_lab import ops, packing
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import rotate_fp32
+from hswq_lab.formats import decode_e2m1, decode_e4m3, rotate_fp32
 from hswq_lab.model import Model
 from hswq_lab.quantize import LayerMoments, Moments, Plan, calibrate, gather_moments, pack
-from hswq_lab.quantize.gptq import STRENGTHS, best_weight, choose_strength, gptq_weight
+from hswq_lab.quantize.gptq import STRENGTHS, _round_columns, best_weight, choose_strength, gptq_weight
 
 K, N, GROUP = 64, 48, 16
 
@@ -87,6 +87,19 @@ def test_rounding_passes_errors_on():
     stored = packing.dequantize(packed)
     nearest = packing.dequantize(packing.pack_weight(weight, "nvfp4", None, "rtn"))
     assert abs(float((stored - weight).sum())) < 0.5 * abs(float((nearest - weight).sum()))
+
+
+def test_errors_reach_later_blocks(weight):
+    x = quantised(inputs(3), torch.tensor(moments_of(3, 4).input_scale))[1].double()
+    hessian, scale = x.T @ x + 0.01 * torch.eye(K), ops.tensor_scale(weight)
+    blocks = torch.block_diag(*[torch.ones(16, 16, dtype=torch.float64)] * (K // 16))
+    errors = []
+    for known in (hessian, hessian * blocks):
+        codes, block_codes = _round_columns(weight.double(), known, scale)
+        steps = scale * decode_e4m3(block_codes).repeat_interleave(16, dim=1)
+        difference = decode_e2m1(codes).double() * steps - weight
+        errors.append(float(((difference @ hessian) * difference).sum()))
+    assert errors[0] < 0.7 * errors[1]
 
 
 def test_few_inputs_are_fitted_less(weight):

@@ -159,15 +159,16 @@ def test_a_plan_never_exceeds_its_budget(rows, share):
     assert impact.plan(bits=bits * (1 + 1e-12)).bits(layers) <= bits * (1 + 1e-12)
 
 
-def test_a_budget_is_spent_where_impact_per_byte_is_highest():
-    # "big" saves four times the bytes of "small" at twice its impact: it is the one to shrink.
-    impact = report({"big": 2e-3, "small": 1e-3}, {"big": (256, 256), "small": (128, 128)})
-    layers = impact.layers
-    budget = packed_nbytes("nvfp4", (256, 256)) + packed_nbytes("int8_tensorwise", (128, 128))
-    assert dict(impact.plan(budget_bytes=budget)) == {"big": "nvfp4", "small": "int8_tensorwise"}
-    # A single byte to save: "big" is taken first, and nothing fits back; never over budget.
-    tight = Plan({"*": "int8"}).nbytes(layers) - 1
-    assert impact.plan(budget_bytes=tight).nbytes(layers) <= tight
+def test_a_budget_is_spent_where_impact_per_byte_is_lowest():
+    # "big" saves as much as "b" and "c" together, for more impact than either but less than both.
+    shapes = {"big": (256, 128), "b": (128, 128), "c": (128, 128)}
+    impact = report({"big": 2e-3, "b": 1.5e-3, "c": 1.5e-3}, shapes)
+    budget = packed_nbytes("nvfp4", (256, 128)) + 2 * packed_nbytes("int8_tensorwise", (128, 128)) + 16
+    assert dict(impact.plan(budget_bytes=budget)) == {
+        "big": "nvfp4",
+        "b": "int8_tensorwise",
+        "c": "int8_tensorwise",
+    }
 
 
 def test_what_fits_back_is_given_back():

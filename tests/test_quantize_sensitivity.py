@@ -145,6 +145,12 @@ def test_proxies_measure_the_packed_layer(tiny_model):
     assert report.formats == ["nvfp4", "int8_tensorwise"]
 
 
+def test_a_bias_is_no_error(tiny_model):
+    layer = "layers.0.adaLN_modulation.0"
+    report = sensitivity(tiny_model, **RUN, formats=["int8"], layers=[layer])
+    assert report.of(layer, "int8").output_error < 1e-3
+
+
 def test_only_a_plain_16_bit_model(tiny_model):
     packed = pack(tiny_model, Plan({"layers.0.*": "nvfp4"}))
     with pytest.raises(HswqError, match=r"16-bit model without LoRAs.*packed layers"):
