@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
-from synth_zimage import TOY, tensors
 
 from hswq_lab.captions import caption_companion, load_captions, save_captions
 from hswq_lab.checkpoint import write
 from hswq_lab.errors import HswqError
+from hswq_lab.models.synthetic import TOY, tensors
 from hswq_lab.session import open_model
 
 
@@ -60,3 +60,45 @@ def test_a_model_without_a_text_encoder_runs_on_a_captions_file(captions, tmp_pa
     run = model.generate(model.prompts[0], steps=1)  # cfg 2.5 needs the empty prompt too
     assert run.final.shape == (16, 4, 4)
     assert run.codec is None
+
+
+def tiny_qwen(folder):
+    """A Qwen3 of made-up weights with a tokenizer that knows letters, as the folder of a diffusers pipeline has it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - heavy, for one test
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # noqa: PLC0415
+
+    unknown = {"unk_token": "~"}
+    letters = {letter: i for i, letter in enumerate("~<>|/\n abcdefghijklmnopqrstuvwxyz")}
+    inner = Tokenizer(models.WordLevel(letters, **unknown))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **unknown, **{"pad_token": "~"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if enable_thinking %}<think>{% else %}<answer>{% endif %}"
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    encoder = Qwen3Model(Qwen3Config(vocab_size=len(letters), **sizes, **heads)).bfloat16().eval()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    encoder.save_pretrained(folder / "text_encoder")
+    return tokenizer, encoder
+
+
+def test_the_tool_encodes_prompts_as_the_pipeline_of_diffusers_does(tmp_path):
+    diffusers = pytest.importorskip("diffusers")
+    encode_captions = pytest.importorskip("encode_captions")
+    tokenizer, encoder = tiny_qwen(tmp_path)
+    (tmp_path / "prompts.txt").write_text("a red fox\n\na red fox\nten blue hearts\n")
+    out = tmp_path / "captions.safetensors"
+    arguments = [str(tmp_path), str(out), "--prompts", str(tmp_path / "prompts.txt"), "--device", "cpu"]
+    assert encode_captions.main(arguments) == 0
+    found = load_captions(out)
+    assert set(found) == {"a red fox", "ten blue hearts", ""}
+    pipeline = diffusers.ZImagePipeline(
+        scheduler=None, vae=None, text_encoder=encoder, tokenizer=tokenizer, transformer=None
+    )
+    for prompt, features in found.items():
+        expected = pipeline._encode_prompt(prompt, device=torch.device("cpu"))[0]
+        assert features.shape == expected.shape
+        assert torch.allclose(features.float(), expected.float(), atol=0.05, rtol=0.02)
