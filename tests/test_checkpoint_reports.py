@@ -10,7 +10,7 @@ from checkpoint_files import COMFY, fp8, int8, marker, metadata, nvfp4, parts, r
 
 from hswq_lab.checkpoint import Checkpoint, check, diff, inspect, write
 from hswq_lab.checkpoint.opening import open_files
-from hswq_lab.formats import swap_nibbles, unswizzle
+from hswq_lab.formats import Nvfp4Weight, swap_nibbles, unswizzle
 
 
 def structured(n, k, seed=0):
@@ -302,6 +302,17 @@ class TestDiff:
         assert not report.same
         assert json.loads(json.dumps(report.to_dict()))["result"] == "DiffReport"
         assert len(report.to_frame()) == len(rows)
+
+    def test_the_sign_of_a_zero_is_no_changed_value(self):
+        a = nvfp4(structured(32, 64))
+        zeros = (a.codes & 0x70) == 0  # the even column's code is a zero
+        assert zeros.any()
+        flipped = Nvfp4Weight(a.codes ^ (zeros.byte() * 0x80), a.scales, a.scale, a.shape, a.group)
+        bias = torch.tensor([0.0, 1.0])
+        one = Checkpoint.from_mapping({"a.weight": a, "a.bias": bias})
+        other = Checkpoint.from_mapping({"a.weight": flipped, "a.bias": bias * torch.tensor([-1.0, 1.0])})
+        rows = diff(one, other).rows
+        assert [(row.status, row.changed_codes) for row in rows] == [("changed", 0), ("changed", 0)]
 
     def test_a_model_stands_for_its_checkpoint(self, pack):
         class Holder:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from hswq_lab.checkpoint.header import metadata_text
 from hswq_lab.checkpoint.index import Index
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import os
 
     from hswq_lab.checkpoint.source import FileSource
+
+
+Default = TypeVar("Default")
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -119,6 +122,14 @@ class Checkpoint(Mapping[str, Value]):
     def __getitem__(self, name: str) -> Value:
         """The value, read now; raises HswqError where its bytes break a rule of its format."""
         return self._slot(name).load()
+
+    @overload
+    def get(self, name: str, /) -> Value | None: ...
+    @overload
+    def get(self, name: str, /, default: Value | Default) -> Value | Default: ...
+    def get(self, name: str, /, default: object = None) -> object:
+        """The value, or a default where there is no such name; it does not look for similar names first."""
+        return self[name] if name in self._slots else default
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order of the data."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Status = Literal["same", "changed", "other format", "other shape", "only in a", "only in b"]
 
 
+_NEGATIVE_ZERO = 8  # E2M1's
+
+
 @dataclass(frozen=True)
 class DiffRow:
     """One name of two checkpoints.
@@ -35,7 +38,8 @@ class DiffRow:
         sqnr_db: of b against a, in the unrotated basis; infinite where the values are equal; None if not
             comparable.
         cosine: of b and a.
-        changed_codes: number of codes that differ, where format, rotation and shape are the same.
+        changed_codes: number of codes that differ, where format, rotation and shape are the same; the sign
+            of a zero does not count.
         codes: number of codes in all.
     """
 
@@ -167,8 +171,10 @@ def _same(a: Value, b: Value) -> bool:
 def _codes(value: Value) -> Tensor:
     """What counts as codes: the logical ones of a packed weight, the bit patterns of a tensor."""
     if isinstance(value, Nvfp4Weight):
-        return unpack_nibbles(value.codes)[: value.shape[0], : value.shape[1]]
+        codes = unpack_nibbles(value.codes)[: value.shape[0], : value.shape[1]]
+        return torch.where(codes == _NEGATIVE_ZERO, 0, codes)
     stored = value.disk_tensors()["weight"] if isinstance(value, PackedWeight) else value
     stored = stored[: value.shape[0], : value.shape[1]] if isinstance(value, PackedWeight) else stored
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[stored.dtype.itemsize]
-    return stored.contiguous().view(bits)
+    codes = stored.contiguous().view(bits)
+    return torch.where(codes << 1 == 0, 0, codes) if stored.is_floating_point() else codes

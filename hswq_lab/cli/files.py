@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import hswq_lab as hl
 from hswq_lab.checkpoint import convert as convert_checkpoint
 from hswq_lab.checkpoint.header import read_header
+from hswq_lab.cli import lora
 from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table
 from hswq_lab.errors import HswqError
-from hswq_lab.lora.convert import convert_lora, save_lora
 from hswq_lab.lora.dialects import parse_key
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def is_lora(path: str) -> bool:
 def inspect(args: argparse.Namespace) -> int:
     """Says what is in a checkpoint or a LoRA."""
     if is_lora(args.file):
-        lora = hl.load_lora(args.file).report({} if args.model is None else load(args.model, args))
+        found = hl.load_lora(args.file).report({} if args.model is None else load(args.model, args))
         columns = ["module", "kind", "rank", "scale", "norm"]
-        say(table(lora.to_frame()[[*columns, "layer", "rows", "status"] if args.model else columns]))
+        say(table(found.to_frame()[[*columns, "layer", "rows", "status"] if args.model else columns]))
         if args.model:
-            say(lora)
+            say(found)
         else:
             say("where these modules go is not known without a model: add --model")
-        return finish(args, lora)
+        return finish(args, found)
     report = hl.inspect(args.file)
     say(table(report.to_frame()[["name", "format", "dtype", "shape", "group", "calibrated", "nbytes"]]))
     say(report)
@@ -60,7 +60,9 @@ def convert(args: argparse.Namespace) -> int:
     """Writes a checkpoint in another layout, or a LoRA in another dialect."""
     refuse_to_overwrite(args.out, force=args.force)
     if is_lora(args.file):
-        return _convert_lora(args)
+        if args.to is None:
+            raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")
+        return lora.convert(args)
     with bar("converting") as progress:
         report = convert_checkpoint(
             args.file,
@@ -71,17 +73,6 @@ def convert(args: argparse.Namespace) -> int:
             progress=progress,
         )
     say(report)
-    return finish(args, report)
-
-
-def _convert_lora(args: argparse.Namespace) -> int:
-    if args.to is None:
-        raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")
-    model = load(args.model, args)
-    save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
-    report = hl.load_lora(args.out).report(model)
-    say(report)
-    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
     return finish(args, report)
 
 

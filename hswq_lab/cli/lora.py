@@ -1,12 +1,14 @@
-"""hswq-lab bake: LoRAs into a pack, with the evidence that they arrived."""
+"""hswq-lab bake, lora convert, lora merge: LoRAs into a pack with the evidence that they arrived, or as files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
 from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table
 from hswq_lab.errors import HswqError
+from hswq_lab.lora import convert_lora, merge_loras, save_lora
 
 if TYPE_CHECKING:
     import argparse
@@ -15,18 +17,22 @@ if TYPE_CHECKING:
 def bake(args: argparse.Namespace) -> int:
     """Bakes LoRAs into a copy of a pack; writes it only if all of them arrived."""
     refuse_to_overwrite(args.out, force=args.force)
+    loras = [with_strength(text) for text in args.loras]
     pack = load(args.pack, args)
-    source = load(args.source, args).checkpoint if args.source is not None else None
-    for text in args.lora:
-        path, strength = _with_strength(text)
+    source = load(args.source, args) if args.source is not None else None
+    for path, strength in loras:
         pack.attach(
             hl.load_lora(path),
             strength=strength,
             how="bake" if source is None else "bake_from_source",
-            source=source,
+            source=None if source is None else source.checkpoint,
             allow_unmatched=args.allow_unmatched,
+            allow_baked=args.allow_baked,
         )
     report = pack.bake_report()
+    if args.effect:
+        with bar("effect") as progress:
+            report = report.with_effect(pack.effect(source, progress=progress))
     say(table(report.summary()))
     say(report)
     passed = report.verdict == "OK"
@@ -39,12 +45,40 @@ def bake(args: argparse.Namespace) -> int:
     return finish(args, report, passed=passed)
 
 
-def _with_strength(text: str) -> tuple[str, float]:
-    """FILE or FILE=STRENGTH."""
-    path, equals, strength = text.rpartition("=")
-    if not equals:
+def convert(args: argparse.Namespace) -> int:
+    """Writes a LoRA in another dialect."""
+    refuse_to_overwrite(args.out, force=args.force)
+    model = load(args.model, args)
+    save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
+    report = hl.load_lora(args.out).report(model)
+    say(report)
+    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    return finish(args, report)
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Writes several LoRAs as one of a given rank."""
+    refuse_to_overwrite(args.out, force=args.force)
+    loras = [(hl.load_lora(path), strength) for path, strength in map(with_strength, args.loras)]
+    model = load(args.model, args)
+    with bar("merging") as progress:
+        merged = merge_loras(loras, model, args.rank, args.to, progress=progress)
+    save_lora(args.out, merged.tensors, merged.metadata)
+    say(merged.report)
+    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    return finish(args, merged.report)
+
+
+def with_strength(text: str) -> tuple[str, float]:
+    """FILE or FILE:STRENGTH; a file that is named so is taken as it is.
+
+    Raises:
+        HswqError: what follows the last colon is no number.
+    """
+    path, colon, strength = text.rpartition(":")
+    if not colon or Path(text).exists():
         return text, 1.0
     try:
         return path, float(strength)
     except ValueError as error:
-        raise HswqError("a LoRA's strength is a number", found=text, expected="FILE=0.8") from error
+        raise HswqError("a LoRA's strength is a number", found=text, expected="FILE:0.8") from error

@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     _pack(verbs)
     _calibrate(verbs)
     _bake(verbs)
+    _lora(verbs)
     _compare(verbs)
     _bench(verbs)
     _workbench(verbs)
@@ -41,6 +42,10 @@ class _Verbs:
         parser = self._subparsers.add_parser(name, help=summary, description=description)
         parser.set_defaults(module=module, function=name)
         return parser
+
+    def group(self, name: str, summary: str, description: str) -> _Verbs:
+        """A verb that has verbs of its own."""
+        return _Verbs(self._subparsers.add_parser(name, help=summary, description=description))
 
     def add(self, name: str, module: str, summary: str, description: str) -> argparse.ArgumentParser:
         """A verb with a result object, which can be written to files."""
@@ -60,6 +65,19 @@ class _Verbs:
 def _output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the .safetensors file to write")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _output_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="OUT", help="the .safetensors file to write"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _strengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "loras", nargs="+", metavar="LORA[:STRENGTH]", help="a LoRA file, with a strength other than 1"
+    )
 
 
 def _computing(parser: argparse.ArgumentParser, *, workers: bool = False) -> None:
@@ -175,13 +193,45 @@ def _bake(verbs: _Verbs) -> None:
         "exit code 1, and nothing written, if one did not.",
     )
     parser.add_argument("pack", help="the pack")
-    _output(parser)
-    parser.add_argument(
-        "--lora", action="append", required=True, metavar="FILE[=STRENGTH]", help="repeatable"
-    )
+    _strengths(parser)
+    _output_option(parser)
     parser.add_argument("--source", help="the 16-bit model: quantise the layers anew from it")
+    parser.add_argument(
+        "--effect",
+        action="store_true",
+        help="also compare what the LoRAs do to each layer's outputs on real activations with 16 bits",
+    )
     parser.add_argument("--allow-unmatched", action="store_true", help="go on although keys match no layer")
+    parser.add_argument(
+        "--allow-baked", action="store_true", help="go on although LoRAs are baked into the pack already"
+    )
     _computing(parser)
+
+
+def _lora(verbs: _Verbs) -> None:
+    lora = verbs.group("lora", "convert and merge LoRA files", "LoRA files by themselves.")
+    convert = lora.add(
+        "convert", "lora", "write a LoRA in another dialect", "The same deltas in another tool's names."
+    )
+    convert.add_argument("file", metavar="LORA", help="a LoRA file")
+    merge = lora.add(
+        "merge",
+        "lora",
+        "several LoRAs as one",
+        "Each module's sum of deltas, cut to a rank by singular values; says how much the cut lost.",
+    )
+    _strengths(merge)
+    merge.add_argument("--rank", type=int, required=True, help="of every module of the result")
+    for parser in (convert, merge):
+        _output_option(parser)
+        parser.add_argument(
+            "--to",
+            choices=("peft", "kohya", "native"),
+            default="native",
+            help="dialect of the result (default native: ComfyUI's names)",
+        )
+        parser.add_argument("--model", default="mini-zimage", help=f"the model that it is made for: {_MODEL}")
+        _computing(parser)
 
 
 def _compare(verbs: _Verbs) -> None:
