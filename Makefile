@@ -13,7 +13,8 @@ help:
 	@echo "make demo    the whole path on the small model, into out/demo"
 	@echo "make test    lint, types and every test"
 	@echo "make lab     JupyterLab on the notebooks (loopback, token)"
-	@echo "make bench   CPU kernel benchmark; make fuzz, docs, format, clean, venv"
+	@echo "make docs    every notebook in full, as pages in docs/ that open offline"
+	@echo "make bench   CPU kernel benchmark; make fuzz, format, clean, venv"
 
 venv: $(STAMP)
 
@@ -54,4 +55,4 @@ format: $(STAMP)
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
 clean:
-	rm -rf build out
+	rm -rf build out notebooks/out docs/*.html docs/plotly.min.js

@@ -71,7 +71,7 @@ def tiny_qwen(folder):
     letters = {letter: i for i, letter in enumerate("~<>|/\n abcdefghijklmnopqrstuvwxyz")}
     inner = Tokenizer(models.WordLevel(letters, **unknown))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **unknown, **{"pad_token": "~"})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **unknown, pad_token="~")  # noqa: S106 - no password
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if enable_thinking %}<think>{% else %}<answer>{% endif %}"
