@@ -38,6 +38,9 @@ Way = Literal["branch", "bake", "bake_from_source"]
 LORAS_KEY = "hswq.loras"
 """Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
 
+SMOOTH_KEY = "hswq.smooth"
+"""Metadata of a model whose channels were rescaled before packing: layers → number of rescaled channels."""
+
 SCALES_KEY = "hswq.scales"
 """Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""
 
@@ -106,6 +109,7 @@ class Attachments(Sequence[Attachment]):
         _refuse_mixtures(self._items)
         for item in self._items:
             _refuse_baked(item, checkpoint)
+            _refuse_smoothed(item, checkpoint)
         self._deltas = [
             item.lora.deltas(layers, allow_unmatched=item.allow_unmatched) for item in self._items
         ]
@@ -369,6 +373,17 @@ def _refuse_mixtures(items: Sequence[Attachment]) -> None:
                 file=item.lora.path,
                 fix="change its strength, or detach it first",
             )
+
+
+def _refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
+    if SMOOTH_KEY in checkpoint.metadata:
+        raise HswqError(
+            "the model's channels were rescaled, and a LoRA that was trained on the original has other units",
+            file=checkpoint.path,
+            tensor=item.lora.name,
+            found=f"metadata {SMOOTH_KEY}",
+            fix="put the LoRA on a pack that was made without smooth()",
+        )
 
 
 def _refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:

@@ -62,7 +62,7 @@ def test_provenance_and_metadata(tiny_model):
     metadata = pack(tiny_model, HYBRID, "four_six").checkpoint.metadata
     assert metadata["made_by"] == "tests"
     provenance = json.loads(metadata["hswq.pack"])
-    assert provenance["scales"] == "four_six"
+    assert provenance["scales"] == metadata["hswq.scales"] == "four_six"
     assert provenance["source_sha256"] == tiny_model.checkpoint.sha256
     assert Plan.from_dict(provenance["plan"]) == HYBRID
 

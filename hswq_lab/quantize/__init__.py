@@ -11,6 +11,7 @@ from hswq_lab.quantize.pack import pack, pack_items, pack_to_file
 from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 from hswq_lab.quantize.plan import Plan
 from hswq_lab.quantize.sensitivity import impact_of_pack, sensitivity
+from hswq_lab.quantize.smooth import smooth
 
 __all__ = [
     "CalibrationReport",
@@ -33,5 +34,6 @@ __all__ = [
     "pack_to_file",
     "pareto",
     "sensitivity",
+    "smooth",
     "with_input_scales",
 ]

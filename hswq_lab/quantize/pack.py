@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hswq_lab import packing
+from hswq_lab.attachments import SCALES_KEY
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
@@ -161,7 +162,13 @@ def pack_items(
 def pack_metadata(checkpoint: Checkpoint, plan: Plan, scales: str) -> dict[str, str]:
     """The source's metadata and where the pack comes from."""
     provenance = {"source_sha256": checkpoint.sha256, "scales": scales, "plan": plan.to_dict()}
-    return {**checkpoint.metadata, PACK_KEY: json.dumps(provenance, ensure_ascii=False)}
+    # Whoever bakes from source has no activations, so there GPTQ's layers are swept.
+    again = "sweep" if scales == "gptq" else scales
+    return {
+        **checkpoint.metadata,
+        SCALES_KEY: again,
+        PACK_KEY: json.dumps(provenance, ensure_ascii=False),
+    }
 
 
 def _importance(activations: CalibrationReport | None, layer: str, wanted: LayerFormat) -> Tensor | None:

@@ -1,0 +1,135 @@
+"""smooth: move magnitude between a Linear's input channels and its columns where nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hswq_lab.attachments import SMOOTH_KEY
+from hswq_lab.errors import HswqError
+from hswq_lab.formats import PackedWeight
+from hswq_lab.quantize.plan import layer_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from hswq_lab.model import Model
+    from hswq_lab.models.zimage import ZImageConfig
+    from hswq_lab.quantize.observe import CalibrationReport
+
+LARGEST_SHIFT = 4
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where input channels can be rescaled.
+
+    Attributes:
+        linears: layers that read the same input; their columns are multiplied by s.
+        source: the tensor that the input is proportional to, channel by channel: a norm's weight, or the rows
+            of a Linear in front; divided by s.
+        rows: the rows of the source that are meant, (first, behind the last); None: all.
+        offset: whether the input is proportional to 1 + source · … + bias (the final layer's modulation).
+    """
+
+    linears: tuple[str, ...]
+    source: str
+    rows: tuple[int, int] | None = None
+    offset: bool = False
+
+
+def sites(config: ZImageConfig) -> Iterator[Site]:
+    """Every place of a Z-Image network, in network order."""
+    yield Site(("cap_embedder.1",), "cap_embedder.0.weight")
+    stacks = (
+        ("noise_refiner", config.n_refiners),
+        ("context_refiner", config.n_refiners),
+        ("layers", config.n_layers),
+    )
+    for stack, count in stacks:
+        for block in (f"{stack}.{i}" for i in range(count)):
+            attention, feed_forward = f"{block}.attention", f"{block}.feed_forward"
+            yield Site((f"{attention}.qkv",), f"{block}.attention_norm1.weight")
+            # attention.out reads values averaged over tokens: channel by channel the rows of v.
+            yield Site((f"{attention}.out",), f"{attention}.qkv.weight", (2 * config.dim, 3 * config.dim))
+            yield Site((f"{feed_forward}.w1", f"{feed_forward}.w3"), f"{block}.ffn_norm1.weight")
+            yield Site((f"{feed_forward}.w2",), f"{feed_forward}.w3.weight")
+    yield Site(("final_layer.linear",), "final_layer.adaLN_modulation.1.weight", offset=True)
+
+
+def smooth(model: Model, activations: CalibrationReport) -> Model:
+    """A 16-bit model with the same function whose layers suffer less from quantisation.
+
+    The error of a rotated product is about (Σ x²/s²)(Σ w² s²) / K over channels; s² = rms(x) / rms(w) makes
+    it least (by Cauchy and Schwarz). s is rounded to powers of two, so no weight and no norm loses a bit.
+
+    Args:
+        model: 16-bit, without LoRAs; not changed.
+        activations: from `observe(model, groups=dict.fromkeys(model.layers()))`, that is, of UNROTATED
+            inputs.
+
+    Returns:
+        The new model. LoRAs made for the old one do not fit it, since its channels have other units.
+
+    Raises:
+        HswqError: packed layers or LoRAs, or activations that are missing or rotated.
+    """
+    if model.is_packed or model.loras:
+        raise HswqError("only a 16-bit model without LoRAs can be smoothed", tensor=model.name)
+    values = {name: model.checkpoint[name] for name in model.checkpoint}
+    dense: dict[str, Tensor] = {
+        name: value for name, value in values.items() if not isinstance(value, PackedWeight)
+    }
+    shifted = {}
+    for site in sites(model.config):
+        scale = _scale(site, dense, activations)
+        _apply(site, dense, scale)
+        shifted[", ".join(site.linears)] = int((scale != 1).sum())
+    changed = {name: value for name, value in dense.items() if value is not values[name]}
+    checkpoint = model.checkpoint.with_values(changed, {SMOOTH_KEY: json.dumps(shifted)})
+    return model.with_checkpoint(checkpoint, f"{model.name} smoothed")
+
+
+def _scale(site: Site, dense: dict[str, Tensor], activations: CalibrationReport) -> Tensor:
+    """s of a site: powers of two, fp32 [K]; 1 where a channel is always zero."""
+    row = activations.of(site.linears[0])
+    if row.group is not None:
+        raise HswqError(
+            "smoothing needs the power of unrotated channels",
+            tensor=row.layer,
+            found=f"rotation group {row.group}",
+            fix="observe(model, groups=dict.fromkeys(model.layers()))",
+        )
+    x = activations.mean_squares[row.layer]
+    w = torch.stack([dense[f"{layer}.weight"].float().square().mean(0) for layer in site.linears]).mean(0)
+    exponent = torch.log2(x / w) / 4
+    usable = torch.isfinite(exponent)
+    if not usable.any():
+        return torch.ones_like(x)
+    centred = torch.where(usable, exponent - exponent[usable].mean(), torch.zeros_like(exponent))
+    return torch.exp2(centred.round().clamp(-LARGEST_SHIFT, LARGEST_SHIFT))
+
+
+def _apply(site: Site, dense: dict[str, Tensor], scale: Tensor) -> None:
+    for layer in site.linears:
+        name = f"{layer}.weight"
+        dense[name] = (dense[name].float() * scale).to(dense[name].dtype)
+    source = dense[site.source].float().clone()
+    rows = slice(*(site.rows or (0, len(source))))
+    per_row = scale if source.ndim == 1 else scale[:, None]
+    source[rows] /= per_row
+    dense[site.source] = source.to(dense[site.source].dtype)
+    bias = f"{layer_name(site.source)}.bias"
+    if site.offset:
+        # 1 + (W t + b)/s + 1/s − 1 = (1 + W t + b)/s.
+        value = dense[bias].float()
+        dense[bias] = (value + 1) / scale - 1
+    elif bias in dense and source.ndim == 2:
+        value = dense[bias].float().clone()
+        value[rows] /= scale
+        dense[bias] = value.to(dense[bias].dtype)
