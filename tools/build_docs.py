@@ -49,11 +49,12 @@ main { padding-top: 8px; }
 .output_text pre { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
 .output_html { margin: 8px 0; }
 .text_cell_render h2 { margin-top: 34px; }
-table.dataframe { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+table.dataframe { border: 0; border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 table.dataframe th, table.dataframe td { border: 0; border-bottom: 1px solid var(--line); padding: 4px 10px; }
 table.dataframe th, table.dataframe td { text-align: right; }
 .panel { border: 1px dashed var(--line); border-radius: 6px; padding: 12px 14px; color: var(--soft); font-size: 14px; }
 img { max-width: 100%; }
+thead:not(:has(th:not(:empty))) { display: none; }
 """
 
 

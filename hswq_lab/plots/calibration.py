@@ -42,7 +42,10 @@ def ranges_figure(report: CalibrationReport) -> go.Figure:
         figure.add_trace(clipped)
     figure.update_xaxes(categoryorder="array", categoryarray=names, tickangle=-90, tickfont={"size": 9})
     figure.update_xaxes(showticklabels=len(rows) <= style.MOST_LABELS)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="|x| after rotation")
+    seen = [row.amax for row in rows if row.amax > 0] or [1.0]
+    # Ranges often lie within a decade, where ticks at powers of ten would leave the axis bare.
+    ticks = 1 if max(seen) > 100 * min(seen) else "D2"
+    figure.update_yaxes(type="log", exponentformat="power", dtick=ticks, title="|x| after rotation")
     style.legend_above(figure)
     return figure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -59,13 +60,14 @@ def bars_figure(
                 textposition="outside",
                 cliponaxis=False,
                 hovertemplate=f"{style.text(name)}, %{{x}}: %{{y:.5g}}<extra></extra>",
+                showlegend=len(groups) > 1,
             )
         )
-    figure.update_layout(showlegend=len(groups) > 1)
     figure.update_yaxes(title=style.text(unit))
     if log:
         figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    style.legend_below(figure)
+    if len(groups) > 1:
+        style.legend_below(figure)
     return figure
 
 
@@ -110,12 +112,11 @@ def lines_figure(
         if axis in log:
             update(type="log", exponentformat="power", minor={"showgrid": False})
     if mark is not None:
-        figure.add_vline(
-            x=mark[0],
-            line={"color": style.GREY, "width": 1, "dash": "dot"},
-            annotation={"text": style.text(mark[1]), "font": {"size": 11, "color": style.SOFT}},
-            annotation_position="top right",
-        )
+        figure.add_vline(x=mark[0], line={"color": style.GREY, "width": 1, "dash": "dot"})
+        figure.add_annotation(
+            text=style.text(mark[1]), font={"size": 11, "color": style.SOFT}, showarrow=False, xanchor="left",
+            x=math.log10(mark[0]) if "x" in log else mark[0], y=1, yref="y domain", yanchor="bottom",
+        )  # fmt: skip
     style.legend_below(figure)
     return figure
 
