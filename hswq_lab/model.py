@@ -355,7 +355,7 @@ class Model:
             batch = latent.to(self.device, self.dtype).expand(len(captions), *latent.shape)
             t = torch.full((len(captions),), 1 - sigma, device=self.device, dtype=torch.float32)
             with self._lock, torch.no_grad():
-                out = network(batch, t, captions).float().cpu()
+                out: Tensor = network(batch, t, captions).float().cpu()
             return out[0] if cfg == 1 else out[1] + cfg * (out[0] - out[1])
 
         return predict

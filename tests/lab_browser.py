@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -91,7 +92,7 @@ class LabServer:
             f"http://127.0.0.1:{self.port}/api/{what}", headers={"Authorization": f"token {self.token}"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
                 return json.load(answer)
         except OSError:
             return None
@@ -178,8 +179,6 @@ def chromium() -> str | None:
 
 
 def _has(module: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(module) is not None
 
 

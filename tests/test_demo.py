@@ -116,7 +116,7 @@ def test_the_report_is_one_file_with_plotly_in_it_once(report_html):
 
 
 def test_the_report_holds_the_pictures_and_the_verdict(made, report_html):
-    assert report_html.count('<img alt=') == 10
+    assert report_html.count("<img alt=") == 10
     for verdict in made[0].trajectories.verdict.variants:
         assert verdict.text.replace("&", "&amp;").replace("<", "&lt;") in report_html
 

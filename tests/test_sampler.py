@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def test_schedule_runs_from_one_to_zero_without_rest(steps: int, shift: float) -
     levels = sigmas(steps, shift)
     assert len(levels) == steps + 1
     assert (levels[0], levels[-1]) == (1.0, 0.0)
-    assert all(a > b for a, b in zip(levels, levels[1:], strict=False))
+    assert all(a > b for a, b in pairwise(levels))
 
 
 def test_shift_moves_steps_to_the_noisy_end() -> None:
