@@ -60,7 +60,7 @@ def test_a_bake_has_an_error_that_falls_with_the_size_of_the_delta(parity, tiny_
         assert both.to_dict()["effect"]["rows"][0]["layer"] == effect.rows[0].layer
         parity.detach(lora)
     assert cosines[0] < 0.4 < cosines[1] < DROWNED < cosines[2]
-    assert cosines[2] > 0.98
+    assert cosines[2] > 0.95
 
 
 def test_the_numbers_are_those_of_the_definition(parity, tiny_model) -> None:
