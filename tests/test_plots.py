@@ -16,6 +16,7 @@ from hswq_lab import export
 from hswq_lab.bench import GemmBench, GemmRow, ModelBench, ModelRow, Roofline
 from hswq_lab.bench.gemm import ALONE, WHOLE
 from hswq_lab.checkpoint import diff, inspect
+from hswq_lab.effect import EffectReport, LayerEffect
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import BakeReport, LayerEvidence, LoraReport, LoraRow
 from hswq_lab.plots import (
@@ -373,3 +374,16 @@ def test_a_result_without_a_figure_is_a_page_with_its_table(tmp_path):
     assert "Plotly.newPlot" not in text
     assert EVIL not in text
     assert "&lt;img" in text
+
+
+def test_an_effect_is_a_dot_a_layer_and_a_zero_effect_none():
+    rows = [
+        LayerEffect("a", "nvfp4", "nvfp4", "tc", 9, 0.1, 0.93, 0.99, 0.3),
+        LayerEffect("b", "int8", "int8_tensorwise", "int8", 9, 0.1, 0.999, 1.0, 0.01),
+        LayerEffect("c", "nvfp4", "nvfp4", "tc", 9, None, None, None, None),
+    ]
+    figure = figure_of(EffectReport("pack", ("style ×1 (bake)",), "mini (16-bit)", ["a"], [1], 2, rows))
+    assert {(dots.name, dots.x, dots.y) for dots in figure.data} == {
+        ("NVFP4", ("a",), (0.93,)),
+        ("INT8", ("b",), (0.999,)),
+    }

@@ -9,13 +9,14 @@ import plotly.graph_objects as go
 from hswq_lab.bench import GemmBench, ModelBench
 from hswq_lab.checkpoint import DiffReport, InspectReport
 from hswq_lab.detail import LayerDetail
+from hswq_lab.effect import EffectReport
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import BakeReport, LoraReport
 from hswq_lab.plots.bench import gemm_figure, pictures_figure
 from hswq_lab.plots.calibration import ranges_figure
 from hswq_lab.plots.detail import detail_figure
 from hswq_lab.plots.files import difference_figure, lora_figure
-from hswq_lab.plots.lora import retention_figure
+from hswq_lab.plots.lora import effect_figure, retention_figure
 from hswq_lab.plots.pack import contents_figure, layer_map_figure
 from hswq_lab.plots.roofline import roofline_figure
 from hswq_lab.plots.sensitivity import impact_figure, pareto_figure
@@ -32,6 +33,7 @@ __all__ = [
     "detail_figure",
     "difference_figure",
     "divergence_figure",
+    "effect_figure",
     "figure_of",
     "gemm_figure",
     "has_figure",
@@ -71,6 +73,7 @@ figure_of.register(InspectReport, contents_figure)
 figure_of.register(LayerDetail, detail_figure)
 figure_of.register(DiffReport, difference_figure)
 figure_of.register(LoraReport, lora_figure)
+figure_of.register(EffectReport, effect_figure)
 figure_of.register(GemmBench, gemm_figure)
 figure_of.register(ModelBench, pictures_figure)
 

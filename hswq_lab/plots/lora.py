@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from hswq_lab.effect import DROWNED
 from hswq_lab.lora.evidence import ENOUGH
 from hswq_lab.plots import style
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hswq_lab.effect import EffectReport
     from hswq_lab.lora import BakeReport
     from hswq_lab.lora.evidence import LayerEvidence
 
@@ -95,3 +97,37 @@ def _added_error(rows: Sequence[LayerEvidence]) -> go.Scatter:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def effect_figure(report: EffectReport) -> go.Figure:
+    """Cosine of what LoRAs do on the pack with what they do at 16 bits, a dot a layer, in network order."""
+    rows = [row for row in report.rows if row.cosine is not None]
+    figure = style.new_figure(
+        "What the LoRA does to each layer's outputs",
+        f"cosine of the change on {report.model} with the change at 16 bits; {', '.join(report.loras)}",
+        height=480,
+    )
+    for form in dict.fromkeys(row.format for row in rows):
+        mine = [row for row in rows if row.format == form]
+        figure.add_trace(
+            go.Scatter(
+                name=style.format_name(form),
+                mode="markers",
+                marker={"color": style.format_color(form), "size": 9},
+                x=style.texts(row.layer for row in mine),
+                y=style.numbers(row.cosine for row in mine),
+                customdata=[[_share(row.gain), _share(row.error), row.mode] for row in mine],
+                hovertemplate=(
+                    "%{x}<br>cosine %{y:.4f}, %{customdata[0]} of the effect, error %{customdata[1]} of it"
+                    "<br>runs as %{customdata[2]}<extra></extra>"
+                ),
+            )
+        )
+    figure.update_xaxes(
+        categoryorder="array", categoryarray=style.texts(row.layer for row in rows), tickangle=-90
+    )
+    figure.update_xaxes(showticklabels=len(rows) <= style.MOST_LABELS, tickfont={"size": 9})
+    figure.update_yaxes(title="cosine of the effect")
+    figure.add_hline(y=DROWNED, line={"color": style.GREY, "width": 1, "dash": "dot"})
+    style.legend_above(figure)
+    return figure
