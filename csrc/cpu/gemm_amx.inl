@@ -354,8 +354,9 @@ void w4_multiply(const uint8_t* packed, const Nvfp4& w, bool fp8, const Epilogue
 // product is an integer below 2^19). Ranges are then added in fp64, exactly as long as the sums of a row fit
 // 53 bits; where its scales range too widely for that, block by block in the order of the definition.
 
-constexpr int kLevels = 4;                         // ranges of 1, 2, 4, 8 chunks
-constexpr int kRange = 1 << (kLevels - 1);         // the longest
+constexpr int kLevels = 6;  // ranges of 1, 2, 4, ... 32 chunks
+constexpr int kRange = 1 << (kLevels - 1);
+static_assert(kRange == kChunks, "the longest range is what is decoded at a time");
 constexpr int kBlockBits = 19;                     // 2304 * 15 * 15 < 2^19
 constexpr float kExactSquared = 0x1p48f * 0.999f;  // (2^24)^2, less what rounding the norms may hide
 
@@ -526,38 +527,44 @@ inline void four_products_of_block(const TileSquare& s, int64_t chunk, int block
     four_products({half, kTile, s.x + chunk * kTile, s.x_next}, 0, 1, out);
 }
 
-// acc[16 x 16] += products[0], products[1], ... in this order; they lie 4 tiles apart.
-inline void accumulate(const uint8_t* products, int count, double* acc) {
-    for (int r = 0; r < kTileRows; ++r, acc += 16, products += 64) {
-        __m512d low = _mm512_load_pd(acc), high = _mm512_load_pd(acc + 8);
-        for (int i = 0; i < count; ++i) {
-            const float* p = reinterpret_cast<const float*>(products + i * 4 * kTile);
-            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm256_load_ps(p)));
-            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm256_load_ps(p + 8)));
-        }
-        _mm512_store_pd(acc, low);
-        _mm512_store_pd(acc + 8, high);
+// acc[16 x 16] += product
+inline void accumulate(const uint8_t* product, double* acc) {
+    for (int r = 0; r < kTileRows; ++r, acc += 16) {
+        const float* const p = reinterpret_cast<const float*>(product) + 16 * r;
+        _mm512_store_pd(acc, _mm512_add_pd(_mm512_load_pd(acc), _mm512_cvtps_pd(_mm256_load_ps(p))));
+        _mm512_store_pd(acc + 8,
+                        _mm512_add_pd(_mm512_load_pd(acc + 8), _mm512_cvtps_pd(_mm256_load_ps(p + 8))));
     }
 }
 
-// Writes the products of range `i` of a level, whole if `exact(level, i)` says so, else of its halves;
-// returns how many.
+struct Accumulators {
+    double* quarter[4];
+
+    void add(const uint8_t* products) const {
+        settle_memory();
+        for (int i = 0; i < 4; ++i) accumulate(products + i * kTile, quarter[i]);
+    }
+};
+
+// Adds range `i` of a level: as a whole if `exact(level, i)` says so, else its halves one after the other.
 template <class Exact>
-int products_of_range(const TileSquare& s, int level, int64_t i, int64_t chunks, const Exact& exact,
-                      uint8_t* out) {
+void add_range(const TileSquare& s, int level, int64_t i, int64_t chunks, const Exact& exact,
+               const Accumulators& acc) {
+    alignas(64) uint8_t products[4 * kTile];
     const int64_t first = i << level, left = chunks - first;
-    if (left <= 0) return 0;
+    if (left <= 0) return;
     if (exact(level, i)) {
-        four_products(s, first, left < (1 << level) ? left : 1 << level, out);
-        return 1;
+        four_products(s, first, left < (1 << level) ? left : 1 << level, products);
+        acc.add(products);
+    } else if (level > 0) {
+        add_range(s, level - 1, 2 * i, chunks, exact, acc);
+        add_range(s, level - 1, 2 * i + 1, chunks, exact, acc);
+    } else {
+        for (int block = 0; block < 2; ++block) {
+            four_products_of_block(s, first, block, products);
+            acc.add(products);
+        }
     }
-    if (level == 0) {
-        four_products_of_block(s, first, 0, out);
-        four_products_of_block(s, first, 1, out + 4 * kTile);
-        return 2;
-    }
-    const int count = products_of_range(s, level - 1, 2 * i, chunks, exact, out);
-    return count + products_of_range(s, level - 1, 2 * i + 1, chunks, exact, out + count * 4 * kTile);
 }
 
 // sum * alpha + bias in fp64, one rounding; 16 rows of w, 16 of x.
@@ -616,7 +623,6 @@ struct ExactPart {
     // acc += products of row tiles i, i + wn of w and xt, xt + xn of x over `chunks` chunks from c0 on.
     void multiply(int64_t i, int64_t wn, int64_t xt, int64_t xn, int64_t c0, int64_t chunks, double* a,
                   int64_t acc_row) {
-        alignas(64) uint8_t products[2 * kRange * 4 * kTile];
         const uint8_t* const x_ranges = packed + layout.ranges_at;
         const int spare = 53 - kBlockBits - (64 - __builtin_clzll(uint64_t(2 * layout.chunks)));
         const bool wide =
@@ -634,14 +640,7 @@ struct ExactPart {
         };
         const TileSquare square{left.data + i * chunks * kTile, wn * chunks * kTile,
                                 packed + (xt * layout.chunks + c0) * kTile, xn * layout.chunks * kTile};
-        for (int64_t range = 0; range * kRange < chunks; ++range) {
-            const int count = products_of_range(square, kLevels - 1, range, chunks, exact, products);
-            settle_memory();
-            accumulate(products, count, a);
-            accumulate(products + kTile, count, a + kAcc);
-            accumulate(products + 2 * kTile, count, a + acc_row);
-            accumulate(products + 3 * kTile, count, a + acc_row + kAcc);
-        }
+        add_range(square, kLevels - 1, 0, chunks, exact, {{a, a + kAcc, a + acc_row, a + acc_row + kAcc}});
     }
 
     void run(const Epilogue& e, int64_t n0, int64_t w_tiles, int64_t m0, int64_t x_tiles) {
