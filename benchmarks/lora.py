@@ -2,11 +2,11 @@
 
     python benchmarks/lora.py [--rounds 3] [--threads 2] [--json benchmarks/results/lora.json] [--readme]
 
-The other side does the same work with the parts that are at hand there: dequantise (comfy-kitchen, eager), rotate
-back (a matrix product with H), add B·A, rotate (again a product), quantise (comfy-kitchen, eager). Ours rounds stochastically
-and keeps the pack's scales, which the other side does for INT8 only. Rounds are interleaved in one process; a time is the
-median of the rounds. Two times are taken: on the clock, which counts whatever else the machine does, and CPU time of this
-process. The peer is no dependency: pip install comfy-kitchen.
+The other side does the same work with the parts that are at hand there: dequantise (comfy-kitchen, eager), rotate back
+(a matrix product with H), add B·A, rotate (again a product), quantise (comfy-kitchen, eager). Ours rounds
+stochastically and keeps the pack's scales, which the other side does for INT8 only. Rounds are interleaved in one
+process; a time is the median of the rounds. Two times are taken: on the clock, which counts whatever else the machine
+does, and CPU time of this process. The peer is no dependency: pip install comfy-kitchen.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def measure_layer(layer: str, n: int, k: int, form: str, rounds: int) -> Row:
         lambda: bake_in_place(packed, deltas, layer),
         lambda: other_bake(packed, up, down, 7),
     )
-    assert measure(put_in_place(packed, deltas, layer)).verdict == "OK"
+    verdict = measure(put_in_place(packed, deltas, layer)).verdict
+    if verdict != "OK":
+        raise SystemExit(f"{layer}: {verdict}")
     calls[2]()
     times = [[timed(call) for call in calls] for _ in range(rounds)]
     bake, proven, other = (median([row[i] for row in times]) for i in range(len(calls)))
@@ -122,9 +124,10 @@ def measure_layer(layer: str, n: int, k: int, form: str, rounds: int) -> Row:
 
 def table(content: dict) -> str:
     """The README's section."""
+    told = "one round" if content["rounds"] == 1 else f"median of {content['rounds']} rounds"
+    head = f"{content['machine']}, {content['threads']} threads, rank {RANK}, {told} (seconds on the clock)."
     lines = [
-        f"{content['machine']}, {content['threads']} threads, rank {RANK}, median of {content['rounds']} rounds "
-        f"(seconds on the clock). {content['command']}",
+        f"{head} {content['command']}",
         "",
         "| layer | N × K | format | bake | bake + evidence | torch + comfy-kitchen eager | × | × with evidence |",
         "|---|---|---|---:|---:|---:|---:|---:|",

@@ -115,13 +115,16 @@ def test_86_nvfp4_and_94_int8_layers_twice_with_a_purge_between(toy_pack, toy_lo
 @pytest.mark.parametrize("how", ["branch", "bake", "bake_from_source"])
 def test_the_mini_model_twice_with_a_purge_between(how: str, tmp_path: Path) -> None:
     model = hl.load("mini-zimage", device="cpu")
-    plan = hl.Plan({"layers.*": "nvfp4", "*": "int8_tensorwise"})
+    plan = hl.Plan({"*": "int8_tensorwise", "layers.*": "nvfp4"})
     path = hl.save(hl.pack(model, plan, scales="rtn"), tmp_path / "pack.safetensors")
     pack = hl.load(path, device="cpu")
     lora = hl.load_lora(model.companion.loras["outline"])
     prompt = model.prompts[0]
     plain = pack.generate(prompt, steps=STEPS).latents
     report = pack.attach(lora, 1.0, how, source=model.checkpoint)
+    assert report.kind("nvfp4").layers > 0
+    assert report.kind("int8").layers > 0
+    assert report.verdict == "OK"
     first = pack.generate(prompt, steps=STEPS).latents
     assert not torch.equal(first, plain)
     hl.purge(pack, model)
