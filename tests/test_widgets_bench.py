@@ -122,6 +122,27 @@ def test_a_folder_gives_its_benchmarks_and_leaves_other_files_alone(tmp_path):
         bench.read_benches(tmp_path / "missing")
 
 
+def test_the_linears_of_a_kernel_benchmark_are_read_too(tmp_path):
+    sizes = {"m": 16, "n": 128, "k": 64, "us": 2.0, "tflops": 0.131072, "speedup": 1.0}
+    content = {
+        "machine": CARD, "copy_gb_per_s": 4000.0, "bf16_tflops": 700.0,
+        "rows": [{"kernel": "rotate", "us": 1.0}, {"linear": "bf16", **sizes}, {"linear": "w4a8", **sizes}],
+    }  # fmt: skip
+    (tmp_path / "kernels.json").write_text(json.dumps(content))
+    (found,) = bench.read_benches(tmp_path).values()
+    peer, w4a8 = found.rows
+    assert (peer.op, peer.backend, w4a8.op, w4a8.backend) == ("torch bfloat16", "torch", "w4a8", "cuda")
+    assert peer.gb_per_s == pytest.approx((2 * (16 * 64 + 16 * 128) + 2 * 128 * 64) / 2e3)
+    assert w4a8.gb_per_s == pytest.approx((2 * (16 * 64 + 16 * 128) + 128 * 64 * 9 / 16) / 2e3)
+    assert intensity(w4a8) == pytest.approx(2 * 16 * 128 * 64 / (w4a8.gb_per_s * 2e3))
+    assert w4a8.of_roofline == pytest.approx(w4a8.gb_per_s / 4000)
+    panel = GemmBench(results=str(tmp_path))
+    assert panel.errors.value == ""
+    assert "not counted" in panel.summary.value
+    assert "not measured" in panel.times.value
+    panel.close()
+
+
 def test_what_only_compiled_is_said_not_to_have_run(monkeypatch):
     built = {
         "cpu": ops.Backend("cpu", True, True, ("avx2", "amx"), "amx", False, ""),
@@ -269,7 +290,7 @@ def test_stored_results_are_shown_and_compared(tmp_path):
     assert "20 ran in the reference: no &lt;compiler&gt;" in panel.summary.value
     assert "1.25" in panel.left.value
     assert "3 tc, 1 int8" in panel.arithmetic.value
-    assert panel.machines.value.count("x86, 2 cores") == panel.machines.value.count("Card X (capability 9.0)")
+    assert panel.machines.value.count("<td>cpu</td>") == panel.machines.value.count("<td>h200</td>") == 6
     panel.shown.value = "cpu"
     assert "1.25" not in panel.left.value, "pictures of another machine"
     assert panel.result().dtype == "float32"

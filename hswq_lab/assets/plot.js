@@ -15,6 +15,13 @@ function plotly(code) {
   return globalThis[SHARED];
 }
 
+// Keys pressed in a panel are the panel's: JupyterLab would take the arrows of a list to go to another cell.
+function ownKeys(panel) {
+  if (!panel || panel.dataset.ownKeys) return;
+  panel.dataset.ownKeys = "true";
+  panel.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
+}
+
 async function render({ model, el }) {
   const place = document.createElement("div");
   place.setAttribute("role", "img");
@@ -49,6 +56,7 @@ async function render({ model, el }) {
   const observer = new ResizeObserver(() => {
     if (place.clientWidth === width) return;
     width = place.clientWidth;
+    ownKeys(el.closest(".hswq-panel"));
     draw();
   });
   observer.observe(place);

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hswq_lab import ops
-from hswq_lab.bench.gemm import GemmBench, GemmRow
+from hswq_lab.bench.gemm import TORCH, WHOLE, GemmBench, GemmRow
 from hswq_lab.bench.machine import Roofline
 from hswq_lab.bench.model import ModelBench, ModelRow
 from hswq_lab.errors import HswqError
@@ -23,7 +23,7 @@ NOT_RUN: Final = "compiled, not run"
 
 
 def read_bench(path: str | os.PathLike[str]) -> Bench:
-    """A result that `GemmBench.save("x.json")` or `ModelBench.save("x.json")` wrote.
+    """A result that `save("x.json")` of a benchmark wrote, or the Linears of a `benchmarks/gpu_kernels.py` file.
 
     Raises:
         HswqError: the file cannot be read, or is not such a result.
@@ -35,6 +35,8 @@ def read_bench(path: str | os.PathLike[str]) -> Bench:
         raise HswqError("a stored benchmark cannot be read", file=file, found=error) from error
     kind = content.get("result") if isinstance(content, dict) else None
     try:
+        if kind is None and isinstance(content, dict) and _KERNEL_MARK in content:
+            return _kernels(content)
         if kind == "GemmBench":
             return _gemm(content)
         if kind == "ModelBench":
@@ -65,7 +67,8 @@ def read_benches(folder: str | os.PathLike[str]) -> dict[str, Bench]:
     return {path.stem: read_bench(path) for path in marked}
 
 
-_MARK = re.compile(r'"result":\s*"(GemmBench|ModelBench)"')
+_KERNEL_MARK: Final = "bf16_tflops"
+_MARK = re.compile(rf'"result":\s*"(GemmBench|ModelBench)"|"{_KERNEL_MARK}":')
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,38 @@ def _gemm(content: Mapping[str, Any]) -> GemmBench:
         repeats=content["repeats"],
         rows=[_made(GemmRow, row) for row in content["rows"]],
     )
+
+
+def _kernels(content: Mapping[str, Any]) -> GemmBench:
+    """The Linears among a card's kernels; the bytes and the share of the roofline follow from the sizes."""
+    limits = Roofline(content["copy_gb_per_s"] * 1e9, content["bf16_tflops"] * 1e12, "bfloat16")
+    rows = [_kernel_row(row, limits) for row in content["rows"] if "linear" in row]
+    return GemmBench(content["machine"], limits, limits.dtype, content.get("repeats", 0), rows)
+
+
+def _kernel_row(row: Mapping[str, Any], limits: Roofline) -> GemmRow:
+    op, m, n, k = row["linear"], row["m"], row["n"], row["k"]
+    peer = op == "bf16"
+    weight = n * k * (2 if peer else _BYTES_A_WEIGHT[op])
+    traffic = 2 * (m * k + m * n) + weight
+    seconds = row["us"] / 1e6
+    return GemmRow(
+        op="torch bfloat16" if peer else op,
+        stage=WHOLE,
+        backend=TORCH if peer else "cuda",
+        m=m,
+        n=n,
+        k=k,
+        seconds=seconds,
+        tflops=row["tflops"],
+        gb_per_s=traffic / seconds / 1e9,
+        of_roofline=limits.seconds(2 * m * n * k, traffic) / seconds,
+        speedup=row["speedup"],
+        error=math.nan,
+    )
+
+
+_BYTES_A_WEIGHT: Final = {"w4a4": 0.5625, "w4a8": 0.5625, "w4a16": 0.5625, "int8": 1}
 
 
 def _pictures(content: Mapping[str, Any]) -> ModelBench:

@@ -39,7 +39,8 @@ def gemm_figure(report: GemmBench) -> go.Figure:
     style.dress(
         figure,
         "One Linear, every way to multiply it",
-        f"{report.machine['name']}, {report.dtype}, median of {report.repeats} calls; "
+        f"{report.machine['name']}, {report.dtype}, "
+        + (f"median of {style.count(report.repeats, 'call')}; " if report.repeats else "medians; ")
         + (f"{fallbacks} calls fell back to the reference" if fallbacks else "no fallbacks"),
         height=210 * len(sizes) + 190,
     )

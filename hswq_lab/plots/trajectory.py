@@ -56,6 +56,7 @@ def divergence_figure(
                 shown.add(trace.legendgroup)
                 figure.add_trace(trace, row=row, col=column)
     _label(figure, len(report.variants))
+    figure.update_xaxes(dtick=max(1, report.steps // 6))
     if step is not None:
         figure.add_vline(x=step, line={"color": style.SOFT, "width": 1.5}, layer="below")
     return figure

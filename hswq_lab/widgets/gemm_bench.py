@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
     from hswq_lab.model import Model
 
-_NOTE = "Every way to multiply x [M, K] by a packed W [N, K], beside torch's own product in the same dtype."
-_WIDE = {"width": "420px"}
+_NOTE = (
+    "Every way to multiply x [M, K] by a packed W [N, K], beside torch's own product in the same dtype. "
+    "No back end chosen: what the device takes by itself."
+)
+_WIDE, _NARROW = {"width": "420px"}, {"width": "210px"}
 
 
 class GemmBench(Panel):
@@ -47,14 +50,16 @@ class GemmBench(Panel):
         self._picture_steps = steps
         device = self.state.devices()[0]
         shapes, rows = self.state.sizes(device)
-        self.device = ipywidgets.Dropdown(options=self.state.devices(), description="device")
-        self.dtype = ipywidgets.Dropdown(options=DTYPES, description="dtype")
+        self.device = ipywidgets.Dropdown(options=self.state.devices(), description="device", layout=_NARROW)
+        self.dtype = ipywidgets.Dropdown(options=DTYPES, description="dtype", layout=_NARROW)
         self.shapes = ipywidgets.Text(value=shapes, description="N × K", layout=_WIDE)
         self.rows = ipywidgets.Text(value=rows, description="M", layout=_WIDE)
         self.backends = ipywidgets.SelectMultiple(
-            options=self.state.backends(device), description="back end", rows=2, layout={"width": "260px"}
+            options=self.state.backends(device), description="back end", rows=2, layout={"width": "240px"}
         )
-        self.repeats = ipywidgets.BoundedIntText(value=5, min=1, max=1000, description="repeats")
+        self.repeats = ipywidgets.BoundedIntText(
+            value=5, min=1, max=1000, description="repeats", layout=_NARROW
+        )
         self.run_button = ipywidgets.Button(
             description="Run", icon="play", button_style="primary", tooltip="time every way to multiply"
         )
@@ -80,11 +85,9 @@ class GemmBench(Panel):
             "TFLOP/s": self.products,
             "roofline": self.roofline,
             "times": self.times,
-            "product against picture": ipywidgets.VBox(
-                [self.picture_button, self.left, self.pictures, self.arithmetic]
-            ),
+            "picture": ipywidgets.VBox([self.picture_button, self.left, self.pictures, self.arithmetic]),
             "machines": self.machines,
-            "what was compiled": self.compiled,
+            "compiled": self.compiled,
         }
         self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views), selected_index=0)
         body = [
@@ -130,7 +133,7 @@ class GemmBench(Panel):
         """The pictures on their tab, else the products that are shown."""
         products = self._chosen()
         pictures = self.state.pictures_of(products)
-        on_pictures = self.tabs.titles[self.tabs.selected_index or 0] == "product against picture"
+        on_pictures = self.tabs.titles[self.tabs.selected_index or 0] == "picture"
         return pictures if on_pictures and pictures is not None else products
 
     def _chosen(self) -> bench.GemmBench | None:
@@ -170,7 +173,8 @@ class GemmBench(Panel):
         self.summary.value = markup.facts(_facts(products))
         self.times.value = _times(products)
         self.left.value = _frame(self.state.gains(products))
-        self.machines.value = _frame(bench.side_by_side(self.state.products))
+        machines = bench.side_by_side(self.state.products).drop(columns="machine")
+        self.machines.value = _frame(machines.assign(stage=machines.stage.map(_stage)))
 
 
 def _facts(products: bench.GemmBench) -> dict[str, object]:
@@ -181,7 +185,9 @@ def _facts(products: bench.GemmBench) -> dict[str, object]:
     return {
         "machine": f"{products.machine['name']}, torch {products.machine['torch']}",
         "limits": f"copy {limits.copy / 1e9:,.1f} GB/s, {limits.dtype} product {limits.matmul / 1e12:.3g} TFLOP/s",
-        "hits": f"{calls - fallbacks} of {calls} timed calls ran where they should",
+        "hits": f"{calls - fallbacks} of {calls} timed calls ran where they should"
+        if calls
+        else "not counted",
         "fallbacks": f"{fallbacks} ran in the reference: {reasons}" if fallbacks else "none",
     }
 
@@ -205,13 +211,13 @@ def _times(products: bench.GemmBench) -> str:
             row.m,
             f"{row.n} × {row.k}",
             markup.chip(row.op, OP_COLORS.get(row.op, style.GREY)),
-            row.stage,
+            _stage(row.stage),
             row.backend,
             round(row.seconds * 1e6, 1),
             float(f"{row.tflops:.3g}"),
             round(row.speedup, 2),
             round(100 * row.of_roofline),
-            float(f"{row.error:.3g}"),
+            _cell(row.error),
             row.fallbacks,
         )
         for row in products.rows
@@ -223,6 +229,11 @@ def _frame(frame: pd.DataFrame) -> str:
     """A table of names and factors; what was not measured says so."""
     cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     return markup.table(list(frame.columns), cells)
+
+
+def _stage(stage: str) -> str:
+    """Short, for a narrow column."""
+    return stage if stage == bench.ALONE else "whole Linear"
 
 
 def _cell(value: object) -> object:
