@@ -58,6 +58,8 @@ def bars_figure(
                 marker={"color": color},
                 text=[f"{value:.{digits}f}" for value in bars.values()],
                 textposition="outside",
+                # Style sheets recolour axes and titles for a dark page, not this: a grey that both pages show.
+                outsidetextfont={"color": style.GREY},
                 cliponaxis=False,
                 hovertemplate=f"{style.text(name)}, %{{x}}: %{{y:.5g}}<extra></extra>",
                 showlegend=len(groups) > 1,
