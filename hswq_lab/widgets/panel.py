@@ -79,7 +79,9 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return self._work.wait(timeout) and self._writing.wait(timeout)
 
     def cancel(self) -> None:
-        """Stops the work at its next unit."""
+        """Stops the work at its next unit, and says at once that it will."""
+        if self._running.layout.display != "none":
+            self.say("stopping after the unit that is being worked on")
         self._work.cancel()
         self._writing.cancel()
 
