@@ -7,7 +7,8 @@ Everything that describes the package stands in pyproject.toml; this file only k
 * csrc/bindings.cpp is the only file that sees pybind11, compiled at -O1: its headers dominate the build.
 * csrc/cuda/*.cu are compiled by nvcc with a static CUDA runtime; nothing links torch.
 
-Environment: HSWQ_LAB_CUDA=0 leaves CUDA out; HSWQ_LAB_REQUIRE_CUDA=1 makes a missing or failing CUDA part an
+Environment: HSWQ_LAB_CUDA=0 leaves CUDA out; HSWQ_LAB_CUDA_TARGETS="90a" builds for that one only (default: all of
+CUDA_TARGETS that the compiler knows); HSWQ_LAB_REQUIRE_CUDA=1 makes a missing or failing CUDA part an
 error; HSWQ_LAB_REQUIRE_CPU=1 does the same for the C++ part (without it the pure-torch reference serves); NVCC
 and CUDA_HOME point at a toolkit.
 """
@@ -74,9 +75,12 @@ class Nvcc:
         known = listed.stdout.split()
         major, minor = self.version
         family = (major, minor) >= (12, 9)  # "f" targets (family specific) came with CUDA 12.9
+        asked = os.environ.get("HSWQ_LAB_CUDA_TARGETS", "").replace(",", " ").split() or list(CUDA_TARGETS)
+        if unknown := set(asked) - set(CUDA_TARGETS):
+            raise OSError(f"HSWQ_LAB_CUDA_TARGETS names {unknown}; known are {list(CUDA_TARGETS)}")
         self.targets = [
             name
-            for name in CUDA_TARGETS
+            for name in asked
             if f"compute_{name.rstrip('af')}" in known and (family or not name.endswith("f"))
         ]
 
@@ -94,6 +98,13 @@ class Nvcc:
             if (folder / "libcudart_static.a").is_file():
                 return folder / "libcudart_static.a"
         raise OSError(f"no libcudart_static.a under {self.home}")
+
+    @property
+    def include(self) -> Path:
+        for folder in (self.home / "include", *self.home.glob("targets/*/include")):
+            if (folder / "cuda_runtime_api.h").is_file():
+                return folder
+        raise OSError(f"no cuda_runtime_api.h under {self.home}")
 
     @classmethod
     def find(cls) -> Nvcc:
@@ -140,7 +151,11 @@ class BuildKernels(build_ext):
             reason = f"nvcc failed: {error}"
             loud(f"the CUDA part was NOT built, only the CPU part. {reason}")
             cuda, cuda_objects = [], []
-        flags = ["-O1", *self.macros(reason, with_cuda=bool(cuda)), *self.binding_includes()]
+        flags = [
+            "-O1",
+            *self.macros(reason, with_cuda=bool(cuda)),
+            *self.binding_includes(with_cuda=bool(cuda)),
+        ]
         objects += self.compile_all([(CSRC / "bindings.cpp", flags, cxx)])
         link = [str(self.nvcc.static_runtime), "-ldl", "-lrt", "-lpthread"] if cuda else ["-lpthread"]
         output = Path(self.get_ext_fullpath(ext.name))
@@ -162,7 +177,7 @@ class BuildKernels(build_ext):
             return [], "left out on request (HSWQ_LAB_CUDA=0)"
         try:
             self.nvcc = Nvcc.find()
-            _ = self.nvcc.static_runtime
+            _ = self.nvcc.static_runtime, self.nvcc.include
         except BUILD_ERRORS as error:
             if wanted("HSWQ_LAB_REQUIRE_CUDA"):
                 raise
@@ -182,10 +197,13 @@ class BuildKernels(build_ext):
             f'-DHSWQ_CUDA_VERSION="{version}"',
         ]
 
-    def binding_includes(self) -> list[str]:
+    def binding_includes(self, *, with_cuda: bool) -> list[str]:
         import pybind11  # only needed to build, and absent from an installed environment
 
-        return [f"-I{path}" for path in (pybind11.get_include(), *self.include_dirs)]
+        paths = [pybind11.get_include(), *self.include_dirs]
+        if with_cuda:
+            paths.append(str(self.nvcc.include))
+        return [f"-I{path}" for path in paths]
 
     def compile_all(self, jobs: list[tuple[Path, list[str], list[str]]]) -> list[Path]:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -214,7 +232,9 @@ def compile_one(source: Path, flags: list[str], compiler: list[str]) -> Path:
     command = [*compiler, *common, *flags, f"-I{CSRC}", "-c", str(source)]
     digest = hashlib.sha256("\0".join([*command, sys.version]).encode()).hexdigest()[:12]
     target = ROOT / "build" / "objects" / f"{source.stem}-{digest}.o"
-    headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".inl")]
+    # The CUDA part uses plain structures of csrc/cpu; the CPU part knows nothing of CUDA.
+    folders = [CSRC / "cpu"] if source.parent.name == "cpu" else [CSRC]
+    headers = [path for top in folders for path in top.rglob("*") if path.suffix in (".h", ".cuh", ".inl")]
     if target.is_file() and all(path.stat().st_mtime < target.stat().st_mtime for path in [source, *headers]):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,10 @@ void limit(const std::string& name) {
 
 }  // namespace
 
+#if HSWQ_WITH_CUDA
+#include "cuda/bindings.inl"
+#endif
+
 PYBIND11_MODULE(_C, m) {
     const py::call_guard<py::gil_scoped_release> without_gil;
     m.attr("cuda_built") = bool(HSWQ_WITH_CUDA);
@@ -160,6 +164,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("hardware_isa", [] { return isa_name(hardware_isa()); });
     m.def("limit_isa", &limit);
     m.def("has_w4", &has_w4);
+#if HSWQ_WITH_CUDA
+    bind_cuda(m);
+#endif
     m.def("amax", &amax_, without_gil);
     m.def("rotate", &rotate_, without_gil);
     m.def("quantize", &quantize_, without_gil);

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -104,9 +105,22 @@ def _cuda() -> Backend:
     if not torch.cuda.is_available():
         reason = "torch sees no CUDA card" if torch.version.cuda else "this torch is a CPU build"
         return Backend("cuda", True, False, targets, "", False, reason)
-    return Backend(
-        "cuda", True, False, targets, torch.cuda.get_device_name(), False, "its kernels are not wired up yet"
+    device = torch.cuda.current_device()
+    card = torch.cuda.get_device_name(device)
+    if not _card_is_usable(device):
+        reason = f"{card} is older than compute capability 8.0"
+        return Backend("cuda", True, False, targets, "", False, reason)
+    no_fp4 = native.cuda.probe_fp4(device)
+    # No machine of ours has such a card: honest until somebody reports a run.
+    fp4 = (
+        f"FP4 products emulated: {no_fp4}" if no_fp4 else "FP4 products by cuBLASLt (compiled, not run by us)"
     )
+    return Backend("cuda", True, True, targets, f"{card}; {fp4}", not no_fp4, "")
+
+
+@cache
+def _card_is_usable(device: int) -> bool:
+    return hasattr(native, "cuda") and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _asked: ContextVar[BackendName | None] = ContextVar("hswq_lab_backend", default=None)
@@ -147,6 +161,8 @@ def backend_for(device: torch.device) -> BackendName:
     """
     asked = _asked.get()
     if asked is None:
+        if device.type == "cuda" and _card_is_usable(device.index or 0):
+            return "cuda"
         return "cpu" if device.type == "cpu" and native is not None else "reference"
     if asked not in ("reference", device.type):
         raise HswqError(

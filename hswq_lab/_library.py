@@ -82,6 +82,10 @@ def _implementations() -> dict[str, ModuleType]:
         from hswq_lab import _cpu_ops  # noqa: PLC0415 - it cannot be imported without the extension
 
         found["cpu"] = _cpu_ops
+        if hasattr(native, "cuda"):
+            from hswq_lab import _cuda_ops  # noqa: PLC0415 - nor this one without its CUDA part
+
+            found["cuda"] = _cuda_ops
     return found
 
 

@@ -77,12 +77,12 @@ _LIBRARY = _library.LIBRARY
 
 def tensor_scale(x: Tensor) -> Tensor:
     """The tensor's own scale, fp32 scalar ``max|x| / 2688``; 0 for an all-zero or empty x."""
-    return cast(Tensor, _amax(x) / 2688.0)
+    return _over(_amax(x), 2688.0)
 
 
 def tensor_scale_four_six(x: Tensor) -> Tensor:
     """The scale for weights quantised by "four_six", fp32 scalar ``max|x| / 1536``."""
-    return cast(Tensor, _amax(x) / 1536.0)
+    return _over(_amax(x), 1536.0)
 
 
 def rotate(x: Tensor, group: int | None) -> Tensor:
@@ -284,6 +284,11 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
 def fp4_is_native(device: torch.device | str) -> bool:
     """Whether W4A4 runs on FP4 tensor cores on this device; elsewhere other means give the same numbers."""
     return torch.device(device).type == "cuda" and backends()["cuda"].native_fp4
+
+
+def _over(value: Tensor, number: float) -> Tensor:
+    """A true quotient: by a plain number torch multiplies with the reciprocal on a card, which rounds twice."""
+    return value / torch.full_like(value, number)
 
 
 def _signed(seed: int | None) -> int | None:

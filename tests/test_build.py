@@ -153,6 +153,8 @@ esac
         (tools / name).chmod(0o755)
     (copy / "cuda" / "lib64").mkdir(parents=True)
     (copy / "cuda" / "lib64" / "libcudart_static.a").touch()
+    (copy / "cuda" / "include").mkdir()
+    (copy / "cuda" / "include" / "cuda_runtime_api.h").touch()
     return tools
 
 

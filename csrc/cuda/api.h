@@ -1,0 +1,98 @@
+// The C++ face of the CUDA kernels. Every pointer is device memory of the device that is current, except
+// where said; every call only enqueues work on `stream` and returns the launch's error. Nothing here
+// allocates, synchronises, or knows Python or torch. The numbers are defined in hswq_lab/formats.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+namespace hswq::cuda {
+
+// E2M1 codes of `x`, rotated first, and their block scales, with one tensor scale.
+struct Quantize {
+    Matrix x;
+    int group;  // 0: no rotation
+    const float* tensor_scale;
+    Method method;
+    const float* importance;  // [cols], or null
+    bool stochastic;
+    uint64_t seed;
+    const uint8_t* kept_scales;  // swizzled codes that are kept where they suffice, or null
+    uint8_t* codes;
+    uint8_t* scales;
+    unsigned long long* clipped;  // how many blocks the tensor scale clipped, or null
+};
+
+enum class Int8Scales : int { own = 0, kept, kept_scalar };
+
+// `amax` [rows] (one element for kept_scalar) is scratch; `scale` is an input for the kept kinds, and
+// `new_scale` is always written.
+struct QuantizeInt8 {
+    Matrix x;
+    int group;
+    bool stochastic;
+    uint64_t seed;
+    Int8Scales kind;
+    const float* scale;
+    uint32_t* amax;
+    float* new_scale;
+    int8_t* q;  // [rows, cols], dense
+};
+
+// How int32 or fp32 sums [rows, cols] become y: sum * (x_scale[row] * w_scale[col]) + bias[col], in fp32.
+struct Finish {
+    const void* sums;
+    int64_t sums_stride;
+    bool integer;
+    const float* x_scale;  // null: 1
+    const float* w_scale;  // null: 1
+    bool scalar_w_scale;
+    const float* bias;  // or null
+    MutableMatrix y;
+};
+
+// Y [M, N] = alpha * X W^T + bias, without W's tensor scale. X is bf16 or fp16, at most kSkinnyRows rows,
+// 16-byte aligned rows; w.cols = K is a multiple of 32.
+constexpr int64_t kSkinnyRows = 64;
+
+struct Skinny {
+    Matrix x;
+    Nvfp4 w;
+    const float* first_scale;   // alpha is the product of the two
+    const float* second_scale;  // null: 1
+    const float* bias;          // [N], or null
+    MutableMatrix y;
+};
+
+cudaError_t skinny(const Skinny& job, cudaStream_t stream);
+cudaError_t amax(const Matrix& x, float* result, cudaStream_t stream);
+cudaError_t rotate(const Matrix& x, int group, const MutableMatrix& y, cudaStream_t stream);
+cudaError_t quantize(const Quantize& job, cudaStream_t stream);
+// The exact values code * block scale that `quantize` by "rtn" stands for, without the tensor scale. y may
+// have up to 15 columns more than x: they become 0. Its dtype is bf16 or fp16 (6 significant bits, 2^-10 to
+// 2688).
+cudaError_t rounded_values(const Matrix& x, int group, const float* tensor_scale, const MutableMatrix& y,
+                           cudaStream_t stream);
+// E4M3(rotated x / (6 * input_scale)), zeros kept as they are. `y` [rows, cols], cols up to 15 more than x's.
+cudaError_t quantize_fp8(const Matrix& x, int group, const float* input_scale, uint8_t* y, int64_t y_cols,
+                         cudaStream_t stream);
+// tensor_scale null: block scales only.
+cudaError_t dequantize(const Nvfp4& w, const float* tensor_scale, int group, const MutableMatrix& y,
+                       cudaStream_t stream);
+// E4M3 with a power of two a row; amax [rows] is scratch. y [rows, ceil16 cols].
+cudaError_t fp8_weight(const Nvfp4& w, uint32_t* amax, float* row_scale, uint8_t* y, cudaStream_t stream);
+cudaError_t quantize_int8(const QuantizeInt8& job, cudaStream_t stream);
+cudaError_t dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group,
+                            const MutableMatrix& y, cudaStream_t stream);
+cudaError_t swizzle(const uint8_t* linear, int64_t rows, int64_t cols, uint8_t* swizzled,
+                    cudaStream_t stream);
+cudaError_t unswizzle(const uint8_t* swizzled, int64_t rows, int64_t cols, uint8_t* linear,
+                      cudaStream_t stream);
+cudaError_t finish(const Finish& job, cudaStream_t stream);
+// pair[0] = factor * a * b (null: 1), pair[1] = 0: alpha and beta of a product whose scales lie on the card.
+cudaError_t alpha_beta(float factor, const float* a, const float* b, float* pair, cudaStream_t stream);
+
+}  // namespace hswq::cuda

@@ -1,0 +1,347 @@
+"""The CUDA kernels against the definition in formats/ on a CPU: bit for bit but for the order of a product's sums."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from test_ops import AWKWARD, DTYPES, SHAPES, gaussian, quantizers, same_bits
+
+import hswq_lab as hl
+from hswq_lab import formats, ops
+from hswq_lab._backends import native
+
+CARD = ops.backends()["cuda"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CARD.usable, reason=f"no usable card: {CARD.why}"),
+]
+DEVICE = torch.device("cuda:0")
+WIDE_SHAPES = [*SHAPES, (1, 256), (130, 512), (257, 768), (128, 1280), (300, 3840)]
+
+
+def on(device, value):
+    """Tensors, also in tuples, on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return tuple(on(device, v) for v in value) if isinstance(value, tuple) else value
+
+
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """One NaN for all: which bits a sum of infinities has, nobody defines."""
+    return torch.where(x.isnan(), torch.nan, x) if x.dtype in DTYPES else x
+
+
+def both(op, *args):
+    """What the card says, brought back, and what the definition says."""
+    with ops.use_backend("reference"):
+        theirs = op(*args)
+    with ops.use_backend("cuda"):
+        mine = op(*(on(DEVICE, a) for a in args))
+    return on("cpu", mine), theirs
+
+
+def assert_same(op, *args) -> None:
+    mine, theirs = both(op, *args)
+    if isinstance(mine, torch.Tensor):
+        mine, theirs = (mine,), (theirs,)
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert same_bits(canonical(a), canonical(b)), (
+            f"result {i}: {(a.float() != b.float()).sum()} of {a.numel()} differ"
+        )
+
+
+def assert_quantizers_agree(x, s) -> None:
+    for (name, mine), call in zip(
+        quantizers(x.to(DEVICE), s.to(DEVICE)).items(), quantizers(x, s).values(), strict=True
+    ):
+        with ops.use_backend("reference"):
+            theirs = call()
+        for a, b in zip(on("cpu", mine()), theirs, strict=True):
+            assert same_bits(a, b), f"{name}, s = {float(s)}: {(a.float() != b.float()).sum()} differ"
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Freed memory that the next outputs are made of is full of 0xAB, not of yesterday's right results."""
+    junk = torch.full((64 << 20,), 0xAB, dtype=torch.uint8, device=DEVICE)
+    del junk
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
+def test_quantize_equals_the_definition(shape, dtype):
+    x = gaussian(*shape, dtype, spread=2.0)
+    s = ops.tensor_scale(x)
+    assert_quantizers_agree(x, s)
+
+
+@pytest.mark.parametrize("case", AWKWARD)
+def test_awkward_values(case):
+    x = AWKWARD[case].float()
+    scales = [torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(0.0), torch.tensor(1e-30)]
+    if torch.isfinite(x).all():
+        scales.append(ops.tensor_scale(x))
+    for s in scales:
+        assert_quantizers_agree(x, s)
+    assert_same(ops.quantize_int8, x, None)
+    assert_same(ops.quantize_int8, x, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [None, 4, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 37, 300])
+def test_rotate_quantize(rows, group, dtype):
+    x = gaussian(rows, 768, dtype)
+    x[rows // 2, :] = -0.0
+    for s in (ops.tensor_scale(x), ops.tensor_scale(x) / 8):
+        assert_same(ops.rotate_quantize_nvfp4_counted, x, s, group)
+    assert_same(ops.rotate, x, group)
+
+
+@pytest.mark.parametrize("case", [c for c in AWKWARD if c != "nonfinite"])
+@pytest.mark.parametrize("group", [16, 256])
+def test_rotation_of_awkward_values(case, group):
+    x = torch.cat([AWKWARD[case], AWKWARD[case]], 1)[:, :512].float()
+    assert_same(ops.rotate, x, group)
+    for s in (1.0, 0.01, 1e-30, 1e-38):
+        assert_same(ops.rotate_quantize_nvfp4_counted, x, torch.tensor(s), group)
+
+
+def test_a_million_codes_of_activations():
+    """Real sizes: every code and scale equal, the kernel's quick quotient included."""
+    x = gaussian(1024, 3840, torch.bfloat16, seed=7, spread=1.0)
+    assert_same(ops.rotate_quantize_nvfp4_counted, x, torch.tensor(0.0123), 256)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(("cols", "group"), [(80, None), (80, 16), (512, 256), (7, None)])
+def test_dequantize(cols, group, dtype):
+    x = gaussian(130, cols, spread=3.0)
+    s = ops.tensor_scale(x)
+    codes, scales = ops.quantize_nvfp4(x, s)
+    assert_same(ops.dequantize_nvfp4, codes, scales, s, (130, cols), dtype, group)
+
+
+@pytest.mark.parametrize(("cols", "group"), [(48, None), (48, 16), (256, 256)])
+def test_requantize(cols, group):
+    x = gaussian(33, cols)
+    s = ops.tensor_scale(x)
+    _, scales = ops.quantize_nvfp4(formats.rotate_fp32(x, group), s)
+    changed = x + 0.3 * gaussian(33, cols, seed=5)
+    assert_same(ops.requantize_nvfp4, changed, s, scales, 9, group)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 3), (130, 5), (576, 44)])
+def test_swizzle_and_back(shape):
+    linear = torch.randint(0, 256, shape, dtype=torch.uint8)
+    assert_same(ops.swizzle, linear)
+    assert_same(ops.unswizzle, ops.swizzle(linear), *shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize(("cols", "group"), [(272, None), (272, 16), (512, 256), (7, None)])
+def test_int8(cols, group, seed, dtype):
+    w = gaussian(19, cols, dtype)
+    w[4] = 0
+    w[5, 3] = 1000
+    assert_same(ops.quantize_int8, w, group, seed)
+    q, s = ops.quantize_int8(w, group, seed)
+    for out in DTYPES:
+        assert_same(ops.dequantize_int8, q, s, group, out)
+    changed = w.float() * (1 + 0.01 * gaussian(19, cols, seed=2))
+    assert_same(ops.requantize_int8, changed, s, group, 3)
+    assert_same(ops.requantize_int8, changed, s[3, 0], group, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensor_scale(dtype):
+    x = gaussian(70, 300, dtype)
+    for view in (x, x.t(), x[:, 5:9], x[0], x[:0], x[3, 4], x.reshape(7, 10, 300), x[:64, :256].contiguous()):
+        assert_same(ops.tensor_scale, view)
+    x[3, 3] = torch.nan
+    assert ops.tensor_scale(x.to(DEVICE)).isnan()
+
+
+@pytest.mark.parametrize("view", ["transposed", "strided_rows", "strided_columns", "offset"])
+def test_views(view):
+    base = gaussian(64, 128).to(DEVICE)
+    x = {
+        "transposed": base.t()[:, :48],
+        "strided_rows": base[::3, :48],
+        "strided_columns": base[:, ::2],
+        "offset": base[3:, 5:69],
+    }[view]
+    assert_same(ops.quantize_nvfp4, x.cpu(), torch.tensor(1e-3))
+    mine = ops.quantize_nvfp4(x, torch.tensor(1e-3, device=DEVICE))
+    assert all(
+        same_bits(a.cpu(), b)
+        for a, b in zip(mine, ops.quantize_nvfp4(x.cpu(), torch.tensor(1e-3)), strict=True)
+    )
+
+
+# ---- matrix products ------------------------------------------------------------------------------------------
+
+LINEARS = [(1, 768, 256, 70), (33, 768, 256, 70), (6, 64, 64, 48), (5, 40, None, 70), (300, 1280, 256, 512)]
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, sums: float = 2.0**-20) -> None:
+    """As near to the fp64 result as one rounding of it allows, and the rounding of sums, relative to the largest."""
+    step = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[mine.dtype]
+    assert mine.dtype == theirs.dtype
+    assert mine.shape == theirs.shape
+    size = exact.abs().max() if exact.numel() else 1.0
+    bound = step * exact.abs() + sums * size
+    assert bool(((mine.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize(("m", "k", "group", "n"), LINEARS)
+def test_linears(m, k, group, n, bias_dtype, dtype):
+    x, w = gaussian(m, k, dtype), gaussian(n, k, seed=2)
+    s = ops.tensor_scale(w)
+    wc, ws = ops.rotate_quantize_nvfp4(w, s, group)
+    q, qs = ops.quantize_int8(w, group)
+    s_x = torch.tensor(0.002)
+    bias = None if bias_dtype is None else gaussian(1, n, bias_dtype, seed=3)[0]
+    exact = ops.linear_w4a4(x.double().float(), wc, ws, s, s_x, group, n, None).double()
+    exact += 0 if bias is None else bias.double()
+    close(*both(ops.linear_w4a4, x, wc, ws, s, s_x, group, n, bias), exact)
+    rotated = formats.rotate(x, group).double()
+    w16 = formats.dequantize_nvfp4(wc, ws, torch.ones(()), (n, k), torch.float32).double() * s.double()
+    exact = rotated @ w16.T + (0 if bias is None else bias.double())
+    close(*both(ops.linear_w4a16, x, wc, ws, s, group, n, bias), exact)
+    exact = ops.linear_w4a8(x.float(), wc, ws, s, s_x, group, n, bias).double()
+    # FP8 tensor cores add with fewer bits than fp32 has.
+    close(*both(ops.linear_w4a8, x, wc, ws, s, s_x, group, n, bias), exact, 2.0**-12)
+    assert_same(ops.linear_int8, x, q, qs, group, bias)
+    assert_same(ops.linear_int8, x, q, qs[0, 0], group, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 5, 16), (33, 130, 80), (0, 16, 32), (3, 0, 32), (256, 256, 512)]
+)
+def test_fp4_gemm(m, n, k, dtype):
+    x, w = gaussian(m, k, spread=1.0), gaussian(n, k, seed=2, spread=1.0)
+    (xc, xs), (wc, ws) = (ops.quantize_nvfp4(v, torch.tensor(0.002)) for v in (x, w))
+    alpha = torch.tensor(0.002 * 0.002)
+    exact = ops.fp4_gemm(xc, xs, wc, ws, alpha, (m, n), None, torch.float32).double()
+    close(*both(ops.fp4_gemm, xc, xs, wc, ws, alpha, (m, n), None, dtype), exact)
+
+
+def test_linears_keep_leading_dimensions():
+    w = gaussian(48, 64, seed=2)
+    s = ops.tensor_scale(w)
+    wc, ws = (v.to(DEVICE) for v in ops.rotate_quantize_nvfp4(w, s, 64))
+    x = gaussian(6, 64).to(DEVICE)
+    whole = ops.linear_w4a16(x, wc, ws, s.to(DEVICE), 64, 48)
+    assert torch.equal(ops.linear_w4a16(x.view(2, 3, 64), wc, ws, s.to(DEVICE), 64, 48), whole.view(2, 3, 48))
+
+
+# ---- how they run -----------------------------------------------------------------------------------------------
+
+
+def calls():
+    """Every op on activations with a static scale, as a model runs them: name → call on the card."""
+    x = gaussian(40, 512, torch.bfloat16).to(DEVICE)
+    w = gaussian(96, 512, seed=2)
+    s, s_x = ops.tensor_scale(w).to(DEVICE), torch.tensor(0.002, device=DEVICE)
+    wc, ws = (v.to(DEVICE) for v in ops.rotate_quantize_nvfp4(w, s.cpu(), 256))
+    q, qs = (v.to(DEVICE) for v in ops.quantize_int8(w, 256))
+    return {
+        "rotate_quantize": lambda: ops.rotate_quantize_nvfp4_counted(x, s_x, 256)[0],
+        "w4a4": lambda: ops.linear_w4a4(x, wc, ws, s, s_x, 256, 96),
+        "w4a16": lambda: ops.linear_w4a16(x, wc, ws, s, 256, 96),
+        "w4a8": lambda: ops.linear_w4a8(x, wc, ws, s, s_x, 256, 96),
+        "int8": lambda: ops.linear_int8(x, q, qs, 256),
+    }
+
+
+NAMES = ["rotate_quantize", "w4a4", "w4a16", "w4a8", "int8"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repeats_bit_for_bit_and_never_waits(name):
+    call = calls()[name]
+    first = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_stream_and_in_a_graph(name):
+    call = calls()[name]
+    expected = call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(call(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
+
+
+def test_under_torch_compile():
+    x, w = gaussian(8, 256, torch.bfloat16).to(DEVICE), gaussian(32, 256, seed=2)
+    s = ops.tensor_scale(w).to(DEVICE)
+    wc, ws = (v.to(DEVICE) for v in ops.rotate_quantize_nvfp4(w, s.cpu(), 256))
+    plain = ops.linear_w4a16(x, wc, ws, s, 256, 32)
+    compiled = torch.compile(
+        lambda v: ops.linear_w4a16(v, wc, ws, s, 256, 32), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x), plain)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
+def test_on_a_second_card():
+    x = gaussian(40, 512)
+    codes, _ = ops.quantize_nvfp4(x.to("cuda:1"), torch.tensor(0.002, device="cuda:1"))
+    assert torch.equal(codes.cpu(), ops.quantize_nvfp4(x, torch.tensor(0.002))[0])
+
+
+def test_tensors_on_two_devices_are_refused():
+    x = gaussian(4, 256)
+    s = ops.tensor_scale(x)
+    wc, ws = ops.rotate_quantize_nvfp4(x, s, 256)
+    with pytest.raises(hl.HswqError, match="different devices"):
+        ops.linear_w4a16(x.to(DEVICE), wc, ws, s, 256, 4)
+
+
+def test_fp4_is_probed_not_assumed():
+    """Below capability 10 the library's heuristic says no, and that is what the back end reports."""
+    answer = native.cuda.probe_fp4(0)
+    assert bool(answer) == (torch.cuda.get_device_capability(0) < (10, 0))
+    assert ops.fp4_is_native(DEVICE) == (not answer)
+    assert native.cuda.library_version() >= 120000
+
+
+def test_a_product_the_library_lacks_takes_the_portable_way(monkeypatch):
+    from hswq_lab import _cuda_ops  # noqa: PLC0415 - not there without the extension's CUDA part
+
+    x, w = gaussian(20, 64, spread=1.0), gaussian(24, 64, seed=2)
+    (xc, xs), (wc, ws) = (ops.quantize_nvfp4(v, torch.tensor(0.002)) for v in (x, w))
+    args = (xc, xs, wc, ws, torch.tensor(4e-6), (20, 24), None, torch.float32)
+    _cuda_ops._warn_once.cache_clear()
+    monkeypatch.setattr(
+        _cuda_ops, "why_no_fp4", lambda _: ""
+    )  # as if the card had FP4: the library will refuse
+    with pytest.warns(RuntimeWarning, match="slower way"):
+        mine, theirs = both(ops.fp4_gemm, *args)
+    assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the second time it is silent
+        both(ops.fp4_gemm, *args)
