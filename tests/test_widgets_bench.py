@@ -138,7 +138,8 @@ def test_the_linears_of_a_kernel_benchmark_are_read_too(tmp_path):
     assert w4a8.of_roofline == pytest.approx(w4a8.gb_per_s / 4000)
     panel = GemmBench(results=str(tmp_path))
     assert panel.errors.value == ""
-    assert "not counted" in panel.summary.value
+    assert panel.summary.value.count("not counted") == 2, "neither hits nor fallbacks"
+    assert "fallbacks not counted" in panel.products.shown.layout.title.subtitle.text
     assert "not measured" in panel.times.value
     panel.close()
 

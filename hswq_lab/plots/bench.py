@@ -22,6 +22,9 @@ OP_COLORS = {
 }
 
 
+_NO_FALLBACKS = {True: "no fallbacks", False: "fallbacks not counted"}
+
+
 def gemm_figure(report: GemmBench) -> go.Figure:
     """TFLOP/s of every way to multiply, a panel a number of rows M, a group a weight; the roofline dashed.
 
@@ -41,7 +44,11 @@ def gemm_figure(report: GemmBench) -> go.Figure:
         "One Linear, every way to multiply it",
         f"{report.machine['name']}, {report.dtype}, "
         + (f"median of {style.count(report.repeats, 'call')}; " if report.repeats else "medians; ")
-        + (f"{fallbacks} calls fell back to the reference" if fallbacks else "no fallbacks"),
+        + (
+            f"{fallbacks} calls fell back to the reference"
+            if fallbacks
+            else _NO_FALLBACKS[report.repeats > 0]
+        ),
         height=210 * len(sizes) + 190,
     )
     style.name_panels(figure)

@@ -13,7 +13,7 @@ from hswq_lab.plots.bench import OP_COLORS
 if TYPE_CHECKING:
     from hswq_lab.bench import GemmBench, GemmRow
 
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "pentagon", "x")
 
 
 def roofline_figure(report: GemmBench) -> go.Figure:

@@ -188,7 +188,11 @@ def _facts(products: bench.GemmBench) -> dict[str, object]:
         "hits": f"{calls - fallbacks} of {calls} timed calls ran where they should"
         if calls
         else "not counted",
-        "fallbacks": f"{fallbacks} ran in the reference: {reasons}" if fallbacks else "none",
+        "fallbacks": f"{fallbacks} ran in the reference: {reasons}"
+        if fallbacks
+        else "none"
+        if calls
+        else "not counted",
     }
 
 
