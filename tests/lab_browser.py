@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 CHROMIUM_FLAGS = (
@@ -125,13 +125,16 @@ class LabPage:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
 
-    def open(self, notebook: Path, **parameters: object) -> None:
-        """Copies a notebook into the server's folder, with other parameters, and opens it."""
+    def open(self, notebook: Path, *, more: str = "", **parameters: object) -> None:
+        """Copies a notebook into the server's folder, with other parameters and a last cell `more`; opens it."""
         content = json.loads(notebook.read_text(encoding="utf-8"))
         lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
         for cell in content["cells"]:
             if "parameters" in cell["metadata"].get("tags", []):
                 cell["source"] = [*cell["source"], "\n", *lines]
+        if more:
+            last = {"cell_type": "code", "id": "more", "metadata": {}, "source": [more]}
+            content["cells"].append(last | {"outputs": [], "execution_count": None})
         (self.server.root / notebook.name).write_text(json.dumps(content), encoding="utf-8")
         address = f"http://127.0.0.1:{self.server.port}/lab/workspaces/e2e/tree/{notebook.name}"
         self.page.goto(f"{address}?reset&token={self.server.token}")
@@ -159,16 +162,15 @@ class LabPage:
         found.scroll_into_view_if_needed()
         return found
 
-    def screenshot(self, element, path: Path) -> None:
-        """A picture of an element."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        element.screenshot(path=str(path))
+    def wait_for(self, condition: str, argument: object = None, seconds: float = 60) -> None:
+        """Waits until a JavaScript condition (a function of the argument) holds in the page."""
+        self.page.wait_for_function(condition, arg=argument, timeout=1000 * seconds)
 
 
 def why_no_browser_test() -> str | None:
     """None where a browser test can run, else what is missing."""
     for module in ("playwright", "jupyterlab"):
-        if shutil.which("python") and not _has(module):
+        if find_spec(module) is None:
             return f"the package {module} is not installed"
     return None if chromium() else "no Chromium was found"
 
@@ -176,10 +178,6 @@ def why_no_browser_test() -> str | None:
 def chromium() -> str | None:
     """The browser for the tests."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _free_port() -> int:
