@@ -117,6 +117,14 @@ def new_figure(title: str, subtitle: str = "", height: int = 460) -> go.Figure:
     return figure
 
 
+def placeholder(title: str, height: int = 460) -> go.Figure:
+    """What a panel shows where a figure will be: its words, and no axes that mean nothing."""
+    figure = new_figure(title, height=height)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    return figure
+
+
 def dress(figure: go.Figure, title: str, subtitle: str = "", height: int = 460) -> go.Figure:
     """Gives a figure (with subplots made already) title, template and size."""
     heading: dict[str, Any] = {"text": text(title)}

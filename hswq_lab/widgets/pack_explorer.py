@@ -52,8 +52,8 @@ class PackExplorer(Panel):
         )
         self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "340px"})
         self.detail = ipywidgets.HTML(layout={"width": "330px"})
-        self.figure = LiveFigure(style.new_figure("choose a layer", height=400))
-        self.map = LiveFigure(style.new_figure("open a file", height=300))
+        self.figure = LiveFigure(style.placeholder("choose a layer", height=400))
+        self.map = LiveFigure(style.placeholder("open a file", height=300))
         self.table, self.findings, self.metadata = (ipywidgets.HTML() for _ in range(3))
         self.check_button = ipywidgets.Button(description="Check the whole file", layout={"width": "180px"})
         views = {

@@ -56,11 +56,11 @@ class SensitivityExplorer(Panel):
         )
         self.order = ipywidgets.Dropdown(options=("impact", "block", "kind"), description="order")
         self.forecast = ipywidgets.HTML()
-        self.bars = LiveFigure(style.new_figure("measure the impacts first", height=520))
+        self.bars = LiveFigure(style.placeholder("measure the impacts first", height=520))
         self.plan_button = ipywidgets.Button(description="Measure this plan")
         self.path = ipywidgets.Text(value="pack.safetensors", description="file", layout={"width": "330px"})
         self.pack_button = ipywidgets.Button(description="Pack this plan")
-        self.front = LiveFigure(style.new_figure("plans that were measured come here", height=420))
+        self.front = LiveFigure(style.placeholder("plans that were measured come here", height=420))
         body = [
             ipywidgets.HBox([self.impact_seeds, self.impact_steps, self.measure_button]),
             ipywidgets.HBox([self.cut, self.budget, self.order]),
