@@ -140,7 +140,8 @@ class BuildKernels(build_ext):
 
     def build_native(self, ext: Extension) -> None:
         cxx = self.cxx()
-        jobs = [(source, [*MATH_FLAGS, *isa_flags(source)], cxx) for source in sorted(CSRC.glob("cpu/*.cpp"))]
+        sources = [source for source in sorted(CSRC.glob("cpu/*.cpp")) if X86 or not isa_flags(source)]
+        jobs = [(source, [*MATH_FLAGS, *isa_flags(source)], cxx) for source in sources]
         cuda, reason = self.cuda_jobs()
         objects = self.compile_all(jobs)
         try:
@@ -223,7 +224,7 @@ class BuildKernels(build_ext):
 
 def isa_flags(source: Path) -> list[str]:
     name = source.stem.rpartition("_")[2]
-    return ISA_FLAGS.get(name, []) if X86 else []
+    return ISA_FLAGS.get(name, [])
 
 
 def compile_one(source: Path, flags: list[str], compiler: list[str]) -> Path:

@@ -1,4 +1,4 @@
-"""CPU kernels against comfy-kitchen's eager back end, interleaved in one process, one thread each; beside the memory floor.
+"""CPU kernels against comfy-kitchen's eager back end, interleaved in one process, one thread each; the floor beside.
 
     python benchmarks/cpu_kernels.py [--rounds 5] [--json benchmarks/results/cpu_kernels.json] [--readme]
 
@@ -13,9 +13,9 @@ import argparse
 import json
 import platform
 import time
-from importlib import metadata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import comfy_kitchen
@@ -159,7 +159,14 @@ def cases() -> list[Case]:
             0,
         ),
         Case("W4A4 linear, x rotated", w4a4, "plain bf16 linear", plain, gemm_bytes, 1 / 2),
-        Case("W4A4 linear, x rotated", w4a4, "peer: quantise x, dequantise both, linear", peer_w4a4, gemm_bytes, 6),
+        Case(
+            "W4A4 linear, x rotated",
+            w4a4,
+            "peer: quantise x, dequantise both, linear",
+            peer_w4a4,
+            gemm_bytes,
+            6,
+        ),
         Case(
             "W4A4 GEMM of codes",
             lambda: ops.fp4_gemm(xc, xs, wc, ws, s_x * s_w, (M, N)),
@@ -187,7 +194,11 @@ def measure(rounds: int) -> tuple[list[Row], float]:
     best: dict[tuple[int, str], float] = {}
     for _ in range(rounds + 1):  # the first touches memory and builds plans; it can only be slower
         for i, case in enumerate(todo):
-            for who, call in (("ours", case.ours), ("other", case.other), ("copy", lambda: target.copy_(source))):
+            for who, call in (
+                ("ours", case.ours),
+                ("other", case.other),
+                ("copy", lambda: target.copy_(source)),
+            ):
                 best[i, who] = min(best.get((i, who), float("inf")), milliseconds(call))
     rate = 2 * source.nbytes / min(t for (_, who), t in best.items() if who == "copy") / 1e6
     rows = []
@@ -234,7 +245,8 @@ def table(rows: list[Row], rate: float, facts: dict[str, str]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.name} | {r.ours_ms:.1f} | {r.other} | {r.other_ms:.1f} | {r.ratio:.2f}× | {asked(r.asked)} | {r.floor_ms:.1f} |"
+        f"| {r.name} | {r.ours_ms:.1f} | {r.other} | {r.other_ms:.1f} "
+        f"| {r.ratio:.2f}× | {asked(r.asked)} | {r.floor_ms:.1f} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -252,7 +264,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--readme", action="store_true", help="also replace the table in benchmarks/README.md")
+    parser.add_argument(
+        "--readme", action="store_true", help="also replace the table in benchmarks/README.md"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()

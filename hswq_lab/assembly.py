@@ -102,9 +102,7 @@ def build_network(config: ZImageConfig, parts: Parts, resolve: Callable[[str], R
                 expected=(out_features, in_features),
             )
         if bias and bias_value is None:
-            raise HswqError(
-                "the checkpoint lacks a bias", file=parts.checkpoint.path, tensor=f"{layer}.bias"
-            )
+            raise HswqError("the checkpoint lacks a bias", file=parts.checkpoint.path, tensor=f"{layer}.bias")
         made = make_linear(layer, weight, bias_value, resolve(layer))
         made.branches = parts.attachments.branches(layer, parts.device, parts.dtype, bias_value)
         return made
@@ -122,4 +120,3 @@ def build_network(config: ZImageConfig, parts: Parts, resolve: Callable[[str], R
 def linears_of(network: nn.Module) -> dict[str, LabLinear]:
     """The `LabLinear`s of a network, by layer name, in network order."""
     return {name: module for name, module in network.named_modules() if isinstance(module, LabLinear)}
-

@@ -15,7 +15,9 @@ from hswq_lab.errors import Cancelled, HswqError
 
 @pytest.fixture(autouse=True)
 def quick_roofline(monkeypatch):
-    monkeypatch.setattr(gemm, "measure_roofline", lambda device, dtype, _: Roofline(1e9, 1e10, str(dtype)[6:]))
+    monkeypatch.setattr(
+        gemm, "measure_roofline", lambda device, dtype, _: Roofline(1e9, 1e10, str(dtype)[6:])
+    )
 
 
 def test_the_roofline_is_the_slower_of_the_two():

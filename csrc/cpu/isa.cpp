@@ -13,10 +13,11 @@ namespace {
 
 const char* const kNames[kIsaCount] = {"baseline", "avx2", "avx512", "amx"};
 
+#if defined(__x86_64__)
 // Linux hands out the 8 KB of tile state a thread only to processes that ask (arch_prctl,
 // ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool amx_permitted() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
@@ -24,7 +25,6 @@ bool amx_permitted() {
 #endif
 }
 
-#if defined(__x86_64__)
 bool cpuid_amx() {
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
