@@ -4,7 +4,7 @@
 
 W is 4096x3840 and x 1024x3840, bf16. Times are CPU time of this process (other load on the machine does not count), the
 least of the rounds. The floor of a row is the bytes that it must read and write over the copy rate measured in the same
-rounds. The peer is no dependency: pip install 'hswq-lab[bench]'.
+rounds. The peer is no dependency of the package: pip install comfy-kitchen.
 """
 
 from __future__ import annotations
