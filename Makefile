@@ -44,7 +44,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/build_docs.py
 
 fuzz: $(STAMP)
-	$(BIN)/python tools/fuzz.py
+	HSWQ_FUZZ=4000 $(BIN)/python -m pytest -q tests/test_checkpoint_fuzz.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_kernels.py
