@@ -37,7 +37,7 @@ def load(
     origin: str | None = None,
     keep: Keep = "file",
 ) -> Model:
-    """Opens a model; only headers are read, weights come when they are needed.
+    """Opens a model; packed weights are read once to verify them; they come again when needed.
 
     Args:
         model: "mini-zimage" (ships with the package), a .safetensors file, its index.json, or a diffusers folder;
@@ -70,6 +70,7 @@ def load(
             "unknown place for the weights", found=repr(keep), expected=" or ".join(get_args(Keep))
         )
     checkpoint = Checkpoint.open(path)
+    checkpoint.verify()  # a damaged scale is refused now, not in the middle of a picture
     if keep == "memory":
         checkpoint = checkpoint.in_memory()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -105,6 +106,10 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
         HswqError: a LoRA is attached as a branch (a file cannot hold that), the target is the file that is being read,
             or it cannot be written.
     """
+    if Path(path).suffix != ".safetensors":
+        raise HswqError(
+            "a model is saved as safetensors", file=path, expected="a name that ends in .safetensors"
+        )
     branches = [str(item) for item in model.loras if item.how == "branch"]
     if branches:
         raise HswqError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -221,7 +222,7 @@ class Model:
         lora: LoraFile,
         strength: float = 1.0,
         how: Way = "branch",
-        source: Checkpoint | None = None,
+        source: Checkpoint | Model | None = None,
         *,
         allow_unmatched: bool = False,
         allow_baked: bool = False,
@@ -233,8 +234,8 @@ class Model:
             strength: factor on its delta.
             how: "branch" (exact 16-bit side path), "bake" (requantise in place, stochastic rounding) or
                 "bake_from_source" (quantise the 16-bit source plus the delta).
-            source: the 16-bit checkpoint for "bake_from_source"; for the other ways it adds the growth of the error
-                to the report.
+            source: the 16-bit model or checkpoint for "bake_from_source"; for the other ways it adds the growth of
+                the error to the report.
             allow_unmatched: go on although keys of the file match no layer (they are reported).
             allow_baked: bake in place although LoRAs are baked into the pack's file already; they stay.
 
@@ -242,10 +243,17 @@ class Model:
             Per layer, what arrived, computed from the weights.
 
         Raises:
-            HswqError: the file does not fit this model; nothing is changed then.
+            HswqError: the file does not fit this model, or is no loaded LoRA; nothing is changed then.
         """
+        if not isinstance(lora, LoraFile):
+            raise HswqError(
+                "this is no loaded LoRA", found=repr(lora), fix="open the file with hl.load_lora first"
+            )
+        origin = source.checkpoint if isinstance(source, Model) else source
+        if origin is not None and not isinstance(origin, Checkpoint):
+            raise HswqError("this is no source", found=repr(origin), fix="open it with hl.load(...) first")
         with self._lock:
-            added = Attachment(lora, float(strength), how, source, allow_unmatched, allow_baked)
+            added = Attachment(lora, float(strength), how, origin, allow_unmatched, allow_baked)
             changed = self._attachments.plus(added)
             report = changed.evidence(self.device, added)
             self._adopt(changed)
@@ -389,6 +397,8 @@ class Model:
         Raises:
             HswqError: impossible arguments, or no text encoder for a text prompt.
         """
+        if not math.isfinite(cfg):
+            raise HswqError("the guidance scale must be a finite number", found=cfg)
         levels = sigmas(steps, shift := self.default_shift if shift is None else shift)
         size = size or self.default_size
         noise = starting_noise(self.latent_shape(size), seed)

@@ -263,3 +263,34 @@ def test_load_refuses_what_is_not_there(tmp_path: Path) -> None:
 def test_a_size_that_does_not_fit_is_refused(tiny_model: Model, size) -> None:
     with pytest.raises(HswqError, match="multiples of 8"):
         tiny_model.generate("a thing", size=size)
+
+
+def test_a_model_is_a_source_and_what_is_no_lora_is_refused(pack: Model, tiny_model: Model, lora) -> None:
+    with pytest.raises(HswqError, match="no loaded LoRA"):
+        pack.attach("style.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(HswqError, match="no source"):
+        pack.attach(lora, how="bake_from_source", source="mini-zimage")  # type: ignore[arg-type]
+    assert pack.loras == []
+    assert pack.attach(lora, how="bake_from_source", source=tiny_model).verdict == "OK"
+
+
+def test_a_damaged_block_scale_is_refused_when_the_file_is_opened(pack: Model, tmp_path: Path) -> None:
+    path = loading.save(pack, tmp_path / "pack.safetensors")
+    name, value = next((k, v) for k, v in pack.checkpoint.items() if isinstance(v, Nvfp4Weight))
+    content = bytearray(path.read_bytes())
+    scales = value.scales.view(torch.uint8).numpy().tobytes()
+    place = content.index(scales)
+    content[place] = 0x7F  # NaN in E4M3
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(content)
+    with pytest.raises(HswqError) as refusal:
+        loading.load(damaged)
+    assert str(damaged) == refusal.value.file
+    assert name.removesuffix(".weight") in (refusal.value.tensor or "")
+
+
+def test_guidance_must_be_finite_and_a_model_is_saved_as_safetensors(pack: Model, tmp_path: Path) -> None:
+    with pytest.raises(HswqError, match="finite"):
+        pack.generate("a thing", cfg=float("nan"))
+    with pytest.raises(HswqError, match="safetensors"):
+        loading.save(pack, tmp_path / "pack.pt")
