@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import distributed
 import pytest
 import torch
 
@@ -108,11 +107,7 @@ def test_each_process_of_a_pool_sees_one_card(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # distributed's own, at start and when a worker is killed
-@pytest.mark.skipif(
-    importlib.util.find_spec("distributed") is None, reason="needs the extra hswq-lab[dask] (distributed)"
-)
 def test_a_dask_cluster_survives_the_loss_of_a_worker(tiny_model, tiny_pack):
-    distributed = importlib.import_module("distributed")
     variants = {"parity": tiny_pack.in_mode("parity"), "tc": tiny_pack.in_mode("tc")}
     seeds, steps = tuple(range(1, 9)), 8
     serial = compare(tiny_model, variants, seeds, steps=steps)
