@@ -14,23 +14,27 @@ import torch
 from torch import Tensor
 
 from hswq_lab import _C, _reference
-from hswq_lab._cpu_ops import (
-    _DTYPES,
-    _METHODS,
+from hswq_lab._op_arguments import (
+    DTYPES,
     Matrix,
     Pair,
-    _address,
-    _bias,
-    _group,
-    _importance,
-    _layout,
-    _matrix,
-    _nvfp4,
-    _output,
-    _row_scale,
-    _rows,
-    _scales_shape,
-    _values,
+    address,
+    beside,
+    bias_of,
+    block_scales,
+    common_k,
+    empty_nvfp4,
+    group_size,
+    importance_of,
+    int8_scale,
+    int8_weight,
+    layout,
+    matrix,
+    method_number,
+    nvfp4,
+    result_dtype,
+    rows_of,
+    values_of,
 )
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
@@ -41,26 +45,26 @@ Scales = tuple[Tensor, Tensor | None]  # fp32 numbers on the card, whose product
 _cuda = _C.cuda
 _WORKSPACE = 32 << 20
 _SKINNY_ROWS = 32  # more rows go faster through cuBLASLt, decoded; the kernel itself takes up to 64
-_FP4 = 3  # an operand of csrc/cuda/cublaslt.h; the others are numbered like _DTYPES
+_FP4 = 3  # an operand of csrc/cuda/cublaslt.h; the others are numbered like DTYPES
 _INT8_ROWS = 17  # torch._int_mm takes no fewer
 _OWN, _KEPT, _KEPT_SCALAR = range(3)  # Int8Scales of csrc/cuda/api.h
 
 
 def amax(x: Tensor) -> Tensor:
-    if x.dtype not in _DTYPES or x.numel() == 0:
+    if x.dtype not in DTYPES or x.numel() == 0:
         return _reference.amax(x)
-    flat = x.reshape(-1, 256) if x.is_contiguous() and x.numel() % 256 == 0 else _rows(x)
+    flat = x.reshape(-1, 256) if x.is_contiguous() and x.numel() % 256 == 0 else rows_of(x)
     out = torch.empty((), dtype=torch.float32, device=x.device)
-    _cuda.amax(*_where(x), _matrix(flat), out.data_ptr())
+    _cuda.amax(*_where(x), matrix(flat), out.data_ptr())
     return out
 
 
 def rotate(x: Tensor, group: int | None) -> Tensor:
-    if x.dtype not in _DTYPES or group is None:
+    if x.dtype not in DTYPES or group is None:
         return _reference.rotate(x, group)
     k = x.shape[-1] if x.dim() else 0
-    size, flat, y = _group(group, k), _rows(x), _empty(x, x.shape, x.dtype)
-    _cuda.rotate(*_where(x), _matrix(flat), size, _matrix(y.view(-1, k)))
+    size, flat, y = group_size(group, k), rows_of(x), _empty(x, x.shape, x.dtype)
+    _cuda.rotate(*_where(x), matrix(flat), size, matrix(y.view(-1, k)))
     return y
 
 
@@ -72,21 +76,18 @@ def quantize_nvfp4(
     importance: Tensor | None,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _values(x)
-    size = _group(group, x.shape[1])
-    if method not in _METHODS:
-        raise HswqError("unknown way to choose block scales", found=method, expected=" | ".join(_METHODS))
-    h = _importance(importance, method, x.shape[1])
+    x = values_of(x)
+    size = group_size(group, x.shape[1])
+    h = importance_of(x, importance, method)
     clipped = _empty(x, (), torch.int64)
-    h = None if h is None else h.to(x.device)
-    codes, scales = _quantize(x, tensor_scale, size, _METHODS[method], h, seed, None, clipped)
+    codes, scales = _quantize(x, tensor_scale, size, method_number(method), h, seed, None, clipped)
     return codes, scales, clipped
 
 
 def requantize_nvfp4(x: Tensor, tensor_scale: Tensor, scales: Tensor, group: int | None, seed: int) -> Pair:
-    x = _values(x)
-    size = _group(group, x.shape[1])
-    kept = _layout("scales", _beside(x, scales), torch.float8_e4m3fn, _scales_shape(*x.shape))
+    x = values_of(x)
+    size = group_size(group, x.shape[1])
+    kept = block_scales(x, "scales", scales, *x.shape)
     return _quantize(x, tensor_scale, size, 0, None, seed, kept, None)
 
 
@@ -99,9 +100,9 @@ def dequantize_nvfp4(
     group: int | None,
 ) -> Tensor:
     rows, cols = shape
-    w, _keep = _nvfp4("codes", codes, _beside(codes, scales), rows, cols)
-    s, y = _scalar(tensor_scale, codes), _empty(codes, shape, dtype if dtype in _DTYPES else torch.float32)
-    _cuda.dequantize(*_where(codes), w, s.data_ptr(), _group(group, cols), _matrix(y))
+    w, _keep = nvfp4(codes, "codes", codes, scales, rows, cols)
+    s, y = _scalar(tensor_scale, codes), _empty(codes, shape, dtype if dtype in DTYPES else torch.float32)
+    _cuda.dequantize(*_where(codes), w, s.data_ptr(), group_size(group, cols), matrix(y))
     return y.to(dtype)
 
 
@@ -116,12 +117,10 @@ def fp4_gemm(
     dtype: torch.dtype,
 ) -> Tensor:
     m, n = shape
-    k = 2 * x_codes.shape[-1]
-    if k != 2 * w_codes.shape[-1]:
-        raise HswqError("K of x and of w differ", found=f"{k} and {2 * w_codes.shape[-1]} columns")
+    k = common_k(2 * x_codes.shape[-1], 2 * w_codes.shape[-1])
     x = _Codes("x_codes", x_codes, x_scales, m, k)
-    w = _Codes("w_codes", _beside(x_codes, w_codes), w_scales, n, k)
-    return _fp4_product(x, w, (_scalar(alpha, x_codes), None), bias, _output(dtype))
+    w = _Codes("w_codes", beside(x_codes, w_codes), w_scales, n, k)
+    return _fp4_product(x, w, (_scalar(alpha, x_codes), None), bias, result_dtype(dtype))
 
 
 def linear_w4a4(
@@ -134,10 +133,10 @@ def linear_w4a4(
     n: int,
     bias: Tensor | None,
 ) -> Tensor:
-    flat = _rows(x)
+    flat = rows_of(x)
     m, k = flat.shape
-    w = _Codes("w_codes", _beside(x, w_codes), w_scales, n, k)
-    size, dtype = _group(group, k), _output(x.dtype)
+    w = _Codes("w_codes", beside(x, w_codes), w_scales, n, k)
+    size, dtype = group_size(group, k), result_dtype(x.dtype)
     s_x = _scalar(input_scale, x)
     scales = (s_x, _scalar(w_scale, x))
     if w.native:
@@ -145,7 +144,7 @@ def linear_w4a4(
         y = _fp4_product(_Codes("x_codes", codes, blocks, m, k), w, scales, bias, dtype)
     else:
         values = _empty(x, (m, w.columns), _sixteen_bits(dtype))
-        _cuda.rounded_values(*_where(x), _matrix(flat), size, s_x.data_ptr(), _matrix(values))
+        _cuda.rounded_values(*_where(x), matrix(flat), size, s_x.data_ptr(), matrix(values))
         y = _decoded_product(values, w, scales, bias, dtype)
     return y.view(*x.shape[:-1], n)
 
@@ -160,12 +159,12 @@ def linear_w4a8(
     n: int,
     bias: Tensor | None,
 ) -> Tensor:
-    flat = _rows(x)
+    flat = rows_of(x)
     m, k = flat.shape
-    w = _Codes("w_codes", _beside(x, w_codes), w_scales, n, k)
-    dtype, s = _output(x.dtype), _scalar(input_scale, x)
+    w = _Codes("w_codes", beside(x, w_codes), w_scales, n, k)
+    dtype, s = result_dtype(x.dtype), _scalar(input_scale, x)
     x8 = _empty(x, (m, w.columns), torch.float8_e4m3fn)
-    _cuda.quantize_fp8(*_where(x), _matrix(flat), _group(group, k), s.data_ptr(), x8.data_ptr(), w.columns)
+    _cuda.quantize_fp8(*_where(x), matrix(flat), group_size(group, k), s.data_ptr(), x8.data_ptr(), w.columns)
     w8, row_scale = w.fp8()
     scale = _alpha_beta(6.0, s, _scalar(w_scale, x))[0]
     y = _fp8_product(x8, w8, row_scale, scale, n, bias, dtype)
@@ -181,29 +180,27 @@ def linear_w4a16(
     n: int,
     bias: Tensor | None,
 ) -> Tensor:
-    flat = _rows(x)
+    flat = rows_of(x)
     m, k = flat.shape
-    w = _Codes("w_codes", _beside(x, w_codes), w_scales, n, k)
-    dtype, size = _output(x.dtype), _group(group, k)
+    w = _Codes("w_codes", beside(x, w_codes), w_scales, n, k)
+    dtype, size = result_dtype(x.dtype), group_size(group, k)
     rotated = flat
     if size or k != w.columns:
         rotated = _empty(x, (m, w.columns), dtype)
-        _cuda.rotate(*_where(x), _matrix(flat), size, _matrix(rotated))
+        _cuda.rotate(*_where(x), matrix(flat), size, matrix(rotated))
     y = _decoded_product(rotated, w, (_scalar(w_scale, x), None), bias, dtype)
     return y.view(*x.shape[:-1], n)
 
 
 def linear_int8(x: Tensor, q: Tensor, s: Tensor, group: int | None, bias: Tensor | None) -> Tensor:
-    n, k = q.shape
-    if x.shape[-1] != k:
-        raise HswqError("K of x and of w differ", found=f"{x.shape[-1]} and {k}")
-    flat, y = _rows(x), _empty(x, (*x.shape[:-1], n), _output(x.dtype))
-    b = None if bias is None else _bias(_beside(x, bias), n)
+    weight = int8_weight(x, q)
+    n, k = weight.shape[0], common_k(x.shape[-1], weight.shape[1])
+    flat, y = rows_of(x), _empty(x, (*x.shape[:-1], n), result_dtype(x.dtype))
+    b, scale = bias_of(x, bias, n), int8_scale(x, s, n)
     m = flat.shape[0]
-    scale = _row_scale(_beside(x, s), n)
     xs, xq = _empty(x, (m, 1), torch.float32), _empty(x, (m, k), torch.int8)
-    _int8(flat, None, _group(group, k), None, _OWN, xs, xq)
-    sums = _int8_sums(xq, _beside(x, q).contiguous())
+    _int8(flat, None, group_size(group, k), None, _OWN, xs, xq)
+    sums = _int8_sums(xq, weight)
     _cuda.finish(
         *_where(x),
         sums.data_ptr(),
@@ -212,33 +209,33 @@ def linear_int8(x: Tensor, q: Tensor, s: Tensor, group: int | None, bias: Tensor
         xs.data_ptr(),
         scale.data_ptr(),
         scale.dim() == 0,
-        _address(b),
-        _matrix(y.view(m, n)),
+        address(b),
+        matrix(y.view(m, n)),
     )
     return y
 
 
 def quantize_int8(w: Tensor, group: int | None, seed: int | None) -> Pair:
-    w = _values(w)
+    w = values_of(w)
     scale, q = _empty(w, (w.shape[0], 1), torch.float32), _empty(w, w.shape, torch.int8)
-    _int8(w, None, _group(group, w.shape[1]), seed, _OWN, scale, q)
+    _int8(w, None, group_size(group, w.shape[1]), seed, _OWN, scale, q)
     return q, scale
 
 
 def requantize_int8(w: Tensor, scale: Tensor, group: int | None, seed: int) -> Pair:
-    w = _values(w)
-    kept = _row_scale(_beside(w, scale), w.shape[0])
+    w = values_of(w)
+    kept = int8_scale(w, scale, w.shape[0])
     new, q = torch.empty_like(kept), _empty(w, w.shape, torch.int8)
     kind = _KEPT if kept.dim() else _KEPT_SCALAR
-    _int8(w, kept, _group(group, w.shape[1]), seed, kind, new, q)
+    _int8(w, kept, group_size(group, w.shape[1]), seed, kind, new, q)
     return q, new
 
 
 def dequantize_int8(q: Tensor, scale: Tensor, group: int | None, dtype: torch.dtype) -> Tensor:
-    weight, s = q.contiguous(), _row_scale(_beside(q, scale), q.shape[0])
-    y = _empty(q, q.shape, dtype if dtype in _DTYPES else torch.float32)
-    size = _group(group, q.shape[1])
-    _cuda.dequantize_int8(*_where(q), weight.data_ptr(), s.data_ptr(), s.dim() == 0, size, _matrix(y))
+    weight, s = int8_weight(q, q), int8_scale(q, scale, q.shape[0])
+    y = _empty(q, q.shape, dtype if dtype in DTYPES else torch.float32)
+    size = group_size(group, q.shape[1])
+    _cuda.dequantize_int8(*_where(q), weight.data_ptr(), s.data_ptr(), s.dim() == 0, size, matrix(y))
     return y.to(dtype)
 
 
@@ -251,7 +248,7 @@ def swizzle(linear: Tensor) -> Tensor:
 
 
 def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
-    source = _layout("swizzled", swizzled, swizzled.dtype, (ceil_to(rows, 128), ceil_to(cols, 4)))
+    source = layout("swizzled", swizzled, swizzled.dtype, (ceil_to(rows, 128), ceil_to(cols, 4)))
     out = _empty(swizzled, (rows, cols), swizzled.dtype)
     _cuda.unswizzle(*_where(swizzled), source.data_ptr(), rows, cols, out.data_ptr())
     return out
@@ -265,7 +262,7 @@ class _Codes:
 
     def __init__(self, name: str, codes: Tensor, scales: Tensor, rows: int, k: int) -> None:
         self.rows, self.columns = rows, ceil_to(k, 16)
-        packed, (self.codes, self.scales) = _nvfp4(name, codes, _beside(codes, scales), rows, k)
+        packed, (self.codes, self.scales) = nvfp4(codes, name, codes, scales, rows, k)
         self.packed = (*packed[:3], self.columns)
 
     @property
@@ -276,7 +273,7 @@ class _Codes:
     def values(self, dtype: torch.dtype) -> Tensor:
         """value · block scale [rows, ceil16 k]: exact in 16 bits."""
         y = _empty(self.codes, (self.rows, self.columns), dtype)
-        _cuda.dequantize(*_where(y), self.packed, 0, 0, _matrix(y))
+        _cuda.dequantize(*_where(y), self.packed, 0, 0, matrix(y))
         return y
 
     def fp8(self) -> Pair:
@@ -300,7 +297,7 @@ def why_no_fp4(device: int) -> str:
 
 def _fp4_product(x: _Codes, w: _Codes, scales: Scales, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if w.native:
-        b, late = _split_bias(None if bias is None else _beside(x.codes, bias), w.rows, dtype)
+        b, late = _split_bias(x.codes, bias, w.rows, dtype)
         y = _empty(x.codes, (x.rows, w.rows), torch.float32 if late is not None else dtype)
         a, c = ((p.codes.data_ptr(), p.rows, p.columns, p.columns, 0) for p in (x, w))
         blocks = (x.scales.data_ptr(), w.scales.data_ptr())
@@ -315,23 +312,23 @@ def _decoded_product(x: Tensor, w: _Codes, scales: Scales, bias: Tensor | None, 
     if x.shape[0] > _SKINNY_ROWS or x.dtype == torch.float32 or not aligned:
         return _product(x, w.values(x.dtype), scales, bias, dtype)
     y = _empty(x, (x.shape[0], w.rows), dtype)
-    b = None if bias is None else _bias(_beside(x, bias), w.rows)
-    numbers = (scales[0].data_ptr(), _address(scales[1]), _address(b))
-    _cuda.skinny(*_where(x), _matrix(x), w.packed, *numbers, _matrix(y))
+    b = bias_of(x, bias, w.rows)
+    numbers = (scales[0].data_ptr(), address(scales[1]), address(b))
+    _cuda.skinny(*_where(x), matrix(x), w.packed, *numbers, matrix(y))
     return y
 
 
 def _product(x: Tensor, w: Tensor, scales: Scales, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``scales · x wᵀ + bias``, summed in fp32, rounded once: x [M, K], w [N, K] of one dtype."""
     m, n = x.shape[0], w.shape[0]
-    b, late = _split_bias(None if bias is None else _beside(x, bias), n, dtype)
+    b, late = _split_bias(x, bias, n, dtype)
     y = _empty(x, (m, n), torch.float32 if late is not None else dtype)
     if y.numel() == 0:
         return y.to(dtype)
-    if _multiply(_DTYPES[x.dtype], _matrix(x), _matrix(w), (0, 0), scales, b, y):
+    if _multiply(DTYPES[x.dtype], matrix(x), matrix(w), (0, 0), scales, b, y):
         return _finish(y, late, dtype)
     sums = torch.mm(x, w.t()) if x.dtype == torch.float32 else torch.mm(x, w.t(), out_dtype=torch.float32)
-    return _finish(sums.mul_(_alpha_beta(1.0, *scales)[0]), _bias(bias, n), dtype)
+    return _finish(sums.mul_(_alpha_beta(1.0, *scales)[0]), bias_of(x, bias, n), dtype)
 
 
 def _multiply(
@@ -352,8 +349,8 @@ def _multiply(
         w,
         *blocks,
         scale.data_ptr(),
-        _address(bias),
-        _matrix(y),
+        address(bias),
+        matrix(y),
         workspace.data_ptr(),
         _WORKSPACE,
     )
@@ -392,7 +389,7 @@ def _fp8_product(
         sums = torch._scaled_mm(x8, w8.t(), one, one, out_dtype=torch.float32)  # noqa: SLF001 - the same
     else:
         sums = torch.mm(x8.bfloat16(), w8.bfloat16().t(), out_dtype=torch.float32)
-    return _finish(sums[:, :n], _bias(bias, n), dtype, scale * row_scale[:n])
+    return _finish(sums[:, :n], bias_of(x8, bias, n), dtype, scale * row_scale[:n])
 
 
 def _int8_sums(x: Tensor, w: Tensor) -> Tensor:
@@ -411,18 +408,19 @@ def _finish(sums: Tensor, bias: Tensor | None, dtype: torch.dtype, col_scale: Te
     if bias is None and col_scale is None and sums.dtype == dtype:
         return sums
     y = _empty(sums, sums.shape, dtype)
-    bias = None if bias is None else _beside(sums, bias)
-    numbers = (0, _address(col_scale), False, _address(bias))
-    _cuda.finish(*_where(sums), sums.data_ptr(), sums.stride(0), False, *numbers, _matrix(y))
+    numbers = (0, address(col_scale), False, address(bias))
+    _cuda.finish(*_where(sums), sums.data_ptr(), sums.stride(0), False, *numbers, matrix(y))
     return y
 
 
-def _split_bias(bias: Tensor | None, n: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _split_bias(
+    x: Tensor, bias: Tensor | None, n: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
     """The bias for cuBLASLt, which takes it in the result's dtype only, or else for `_finish`.
 
     Where rows of the result are not whole 16-byte pieces, its epilogue is a pass of its own and rounds twice.
     """
-    late = _bias(bias, n)
+    late = bias_of(x, bias, n)
     if bias is None or late is None:
         return None, None
     return (bias.contiguous(), None) if bias.dtype == dtype and n % 8 == 0 else (None, late)
@@ -441,22 +439,21 @@ def _quantize(
     kept: Tensor | None,
     clipped: Tensor | None,
 ) -> Pair:
-    codes = _empty(x, (ceil_to(x.shape[0], 16), ceil_to(x.shape[1], 16) // 2), torch.uint8)
-    scales = _empty(x, _scales_shape(*x.shape), torch.float8_e4m3fn)
+    codes, scales = empty_nvfp4(x)
     s = _scalar(tensor_scale, x)
     _cuda.quantize(
         *_where(x),
-        _matrix(x),
+        matrix(x),
         group,
         s.data_ptr(),
         method,
-        _address(importance),
+        address(importance),
         seed is not None,
         (seed or 0) % 2**64,
-        _address(kept),
+        address(kept),
         codes.data_ptr(),
         scales.data_ptr(),
-        _address(clipped),
+        address(clipped),
     )
     return codes, scales
 
@@ -466,14 +463,14 @@ def _int8(
 ) -> None:
     largest = _empty(x, (max(1, x.shape[0]),), torch.int32)
     random = (seed is not None, (seed or 0) % 2**64)
-    numbers = (kind, _address(kept), largest.data_ptr(), scale.data_ptr(), q.data_ptr())
-    _cuda.quantize_int8(*_where(x), _matrix(x), group, *random, *numbers)
+    numbers = (kind, address(kept), largest.data_ptr(), scale.data_ptr(), q.data_ptr())
+    _cuda.quantize_int8(*_where(x), matrix(x), group, *random, *numbers)
 
 
 def _alpha_beta(factor: float, a: Tensor, b: Tensor | None) -> Tensor:
     """fp32 [2] on the card: ``factor · a · b`` and 0."""
     pair = _empty(a, (2,), torch.float32)
-    _cuda.alpha_beta(*_where(a), factor, a.data_ptr(), _address(b), pair.data_ptr())
+    _cuda.alpha_beta(*_where(a), factor, a.data_ptr(), address(b), pair.data_ptr())
     return pair
 
 
@@ -483,17 +480,6 @@ def _where(x: Tensor) -> Where:
 
 def _empty(x: Tensor, shape: torch.Size | tuple[int, ...] | list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def _beside(x: Tensor, other: Tensor) -> Tensor:
-    """The kernels follow addresses: every tensor has to be on the same card."""
-    if other.device != x.device:
-        raise HswqError(
-            "tensors of one operation are on different devices",
-            found=f"{other.device}",
-            expected=f"{x.device}",
-        )
-    return other
 
 
 def _scalar(value: Tensor, x: Tensor) -> Tensor:
