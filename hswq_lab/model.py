@@ -31,6 +31,15 @@ if TYPE_CHECKING:
     from hswq_lab.spec import ModelSpec
 
 
+def check_model(value: object) -> None:
+    """Raises HswqError for anything but a loaded model: a path, a checkpoint, a report, …."""
+    if not isinstance(value, Model):
+        path = value if isinstance(value, str) else "…"
+        raise HswqError(
+            "this is no loaded model", found=repr(value)[:80], fix=f"open it first: hl.load({path!r})"
+        )
+
+
 class Model:
     """A diffusion transformer that can be generated with, compared, packed and given LoRAs.
 
@@ -113,6 +122,11 @@ class Model:
     def is_packed(self) -> bool:
         """Whether any Linear is quantised."""
         return any(self.checkpoint.entry(f"{layer}.weight").format != "16-bit" for layer in self.layers())
+
+    @property
+    def placeholder_scales(self) -> list[str]:
+        """The layers that run with an activation scale of 1 because they have none and "unit" was asked for."""
+        return [layer for layer in self.layers() if self._resolve(layer).activation_scale == "unit"]
 
     def report(self) -> LoadReport:
         """Format, rotation, mode and reason for every layer, with the counters of the network if it is built."""

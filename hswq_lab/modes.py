@@ -44,20 +44,33 @@ class Resolved:
     why: str
 
 
-def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, str | None]:
-    """The mode that HSWQ_ZI_FORCE_PARITY=1 (wins) or HSWQ_ZI_FORCE_TC=1 asks for, and a warning to show.
+SWITCHES = ("HSWQ_ZI_FORCE_PARITY", "HSWQ_ZI_FORCE_TC")
+"""Environment variables that command line and notebooks honour, the stronger first."""
 
-    Only the command line and the notebooks call this; the library reads no environment.
+
+def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, str | None]:
+    """The mode that HSWQ_ZI_FORCE_PARITY=1 (wins) or HSWQ_ZI_FORCE_TC=1 asks for, and a warning if both are set.
+
+    HSWQ_ZI_FORCE_TC runs layers without an input_scale at a scale of 1, as the reference system does. Only the command
+    line and the notebooks call this; the library reads no environment.
+
+    Raises:
+        HswqError: a switch is neither 1, 0 nor empty: what it was meant to do is not known.
     """
-    if environ.get("HSWQ_ZI_FORCE_PARITY") == "1":
-        return ModeRequest("parity", origin="HSWQ_ZI_FORCE_PARITY=1"), None
-    if environ.get("HSWQ_ZI_FORCE_TC") == "1":
-        warning = (
-            "HSWQ_ZI_FORCE_TC=1 runs layers without an input_scale in W4A4 with a placeholder scale of 1, "
-            "which no calibration stands behind: compare with parity before you believe a picture"
-        )
-        return ModeRequest("tc", uncalibrated="unit", origin="HSWQ_ZI_FORCE_TC=1"), warning
+    parity, tc = (_switch(environ, name) for name in SWITCHES)
+    if parity:
+        ignored = "HSWQ_ZI_FORCE_TC=1 is ignored: HSWQ_ZI_FORCE_PARITY=1 is set as well" if tc else None
+        return ModeRequest("parity", origin="HSWQ_ZI_FORCE_PARITY=1"), ignored
+    if tc:
+        return ModeRequest("tc", uncalibrated="unit", origin="HSWQ_ZI_FORCE_TC=1"), None
     return ModeRequest(), None
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise HswqError("this switch is on or off", tensor=name, found=repr(value), expected="1, 0 or unset")
+    return value == "1"
 
 
 def resolve(

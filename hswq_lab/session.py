@@ -48,14 +48,21 @@ def open_model(
     Raises:
         HswqError: as `hl.load` and `load_captions`.
     """
-    request, warning = request_from_environment(os.environ)
-    if warning is not None:
-        warn_once(warning)
+    request, ignored = request_from_environment(os.environ)
+    if ignored is not None:
+        warn_once(ignored)
     model = load(
         path, device=device, mode=request.mode, uncalibrated=request.uncalibrated, origin=request.origin
     )
     for text in model.checkpoint.warnings:
         warn(text)
+    placeholders = model.placeholder_scales
+    if placeholders:
+        warn_once(
+            f"{request.origin} runs {len(placeholders)} layers without an input_scale ({placeholders[0]}, …) in W4A4 "
+            "with a placeholder scale of 1, which no calibration stands behind: compare with parity before you "
+            "believe a picture"
+        )
     return model if captions is None else _with_companion(model, caption_companion(captions, size))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,17 +293,55 @@ def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_fil
     assert main(["compare", model_file, model_file, "--seeds", "1", "--steps", "1"]) == 0
 
 
-def test_the_environment_chooses_the_mode_and_the_warning_comes_once(pack_file, monkeypatch, capsys):
+def test_seeds_are_a_number_of_the_twenty_or_a_list(model_file, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    for given, expected in (("2", list(hl.SEEDS_20[:2])), ("7,", [7]), ("7,43", [7, 43])):
+        compared = ["compare", model_file, model_file, "--steps", "1", "--seeds", given]
+        assert main([*compared, "--json", str(report)]) == 0
+        assert json.loads(report.read_text())["seeds"] == expected
+    capsys.readouterr()
+    for wrong in ("99", "0", "-1", "x", "1,x", ""):
+        assert main(["compare", model_file, model_file, "--seeds", wrong]) == 2
+        assert "1 to 20" in capsys.readouterr().err
+    for wrong in ("99", "0"):
+        assert main(["sensitivity", model_file, "--seeds", wrong]) == 2
+        assert "1 to 20" in capsys.readouterr().err
+
+
+def test_the_environment_chooses_the_mode(pack_file, monkeypatch, capsys):
     session.warn_once.cache_clear()
     monkeypatch.setenv("HSWQ_ZI_FORCE_TC", "1")
     args = Namespace(device="cpu", threads=1)
-    for _ in range(2):
-        assert common.load(pack_file, args).request.mode == "tc"
-    assert capsys.readouterr().err.count("HSWQ_ZI_FORCE_TC=1") == 1
+    assert common.load(pack_file, args).request.mode == "tc"
+    assert "placeholder" not in capsys.readouterr().err, "every layer of this pack has an input_scale"
     monkeypatch.setenv("HSWQ_ZI_FORCE_PARITY", "1")
     model = common.load(pack_file, args)
     assert model.request.mode == "parity"
     assert "HSWQ_ZI_FORCE_PARITY=1" in model.report().requested_mode
+    assert "HSWQ_ZI_FORCE_TC=1 is ignored" in capsys.readouterr().err
+
+
+def test_a_placeholder_scale_is_warned_of_once(pack_file, monkeypatch, capsys):
+    session.warn_once.cache_clear()
+    monkeypatch.setenv("HSWQ_ZI_FORCE_TC", "1")
+    uncalibrated = str(Path(pack_file).with_name("packed.safetensors"))
+    for _ in range(2):
+        common.load(uncalibrated, Namespace(device="cpu", threads=1))
+    assert capsys.readouterr().err.count("placeholder scale of 1") == 1
+
+
+def test_compare_names_a_forced_mode_and_says_when_one_is_overruled(
+    model_file, pack_file, tmp_path, monkeypatch, capsys
+):
+    session.warn_once.cache_clear()
+    monkeypatch.setenv("HSWQ_ZI_FORCE_PARITY", "1")
+    report = tmp_path / "report.json"
+    arguments = [
+        "compare", model_file, pack_file, "--modes", "auto,tc", "--seeds", "1", "--steps", "1", "--json"
+    ]  # fmt: skip
+    main([*arguments, str(report)])
+    assert {"parity", "tc"} <= set(json.loads(report.read_text())["variants"])
+    assert "--modes tc wins over HSWQ_ZI_FORCE_PARITY=1" in capsys.readouterr().err
 
 
 def test_a_result_that_cannot_be_written_is_code_2(pack_file, tmp_path, capsys):

@@ -77,9 +77,9 @@ def test_unknown_words_are_refused():
     [
         ({}, "auto", None, False),
         ({"HSWQ_ZI_FORCE_PARITY": "1"}, "parity", None, False),
-        ({"HSWQ_ZI_FORCE_TC": "1"}, "tc", "unit", True),
-        ({"HSWQ_ZI_FORCE_PARITY": "1", "HSWQ_ZI_FORCE_TC": "1"}, "parity", None, False),
-        ({"HSWQ_ZI_FORCE_PARITY": "0", "HSWQ_ZI_FORCE_TC": "1"}, "tc", "unit", True),
+        ({"HSWQ_ZI_FORCE_TC": "1"}, "tc", "unit", False),
+        ({"HSWQ_ZI_FORCE_PARITY": "1", "HSWQ_ZI_FORCE_TC": "1"}, "parity", None, True),
+        ({"HSWQ_ZI_FORCE_PARITY": "0", "HSWQ_ZI_FORCE_TC": "1"}, "tc", "unit", False),
         ({"HSWQ_ZI_FORCE_TC": ""}, "auto", None, False),
     ],
 )
@@ -89,3 +89,11 @@ def test_the_environment_parity_wins_over_tc_over_auto(environ, mode, uncalibrat
     assert (warning is not None) == warned
     if environ.get("HSWQ_ZI_FORCE_TC") == "1":
         assert request.origin.startswith("HSWQ_ZI_FORCE_")
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2", " 1"])
+@pytest.mark.parametrize("name", ["HSWQ_ZI_FORCE_PARITY", "HSWQ_ZI_FORCE_TC"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused_not_ignored(name, value):
+    with pytest.raises(HswqError, match="on or off") as caught:
+        request_from_environment({name: value})
+    assert caught.value.tensor == name

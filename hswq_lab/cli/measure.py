@@ -9,6 +9,8 @@ import torch
 import hswq_lab as hl
 from hswq_lab.cli.common import bar, finish, load, say, table, workers
 from hswq_lab.errors import HswqError
+from hswq_lab.modes import SWITCHES
+from hswq_lab.session import warn_once
 from hswq_lab.tables import verdict_table
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ def compare(args: argparse.Namespace) -> int:
         report = hl.compare(
             model,
             _variants(args),
-            seeds=hl.SEEDS_20[: args.seeds],
+            seeds=_seeds(args.seeds),
             prompts=args.prompt,
             steps=args.steps,
             cfg=args.cfg,
@@ -36,18 +38,43 @@ def compare(args: argparse.Namespace) -> int:
     return finish(args, report, passed=report.verdict.passed)
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    """The first N of the twenty for "N"; the seeds themselves for a list with commas."""
+    try:
+        numbers = tuple(int(number) for number in text.split(",") if number)
+    except ValueError:
+        numbers = ()
+    if numbers and "," in text:
+        return numbers
+    if not numbers or not 1 <= numbers[0] <= len(hl.SEEDS_20):
+        raise HswqError(
+            "--seeds is a number of seeds, or a list",
+            found=text,
+            expected=f"1 to {len(hl.SEEDS_20)}, or e.g. 42,43 (a single seed: 42,)",
+        )
+    return hl.SEEDS_20[: numbers[0]]
+
+
 def _variants(args: argparse.Namespace) -> dict[str, Model]:
     """Every pack in every mode, under a name that tells them apart."""
     variants: dict[str, Model] = {}
     for path in args.packs:
         pack = load(path, args)
         for mode in args.modes.split(","):
-            name = mode if len(args.packs) == 1 else f"{pack.name} {mode}"
+            # "auto" stays what the environment resolved at load; a mode that is named wins over the environment.
+            if mode != "auto":
+                _note_overruled(pack, mode)
+            variant = pack if mode == "auto" else pack.in_mode(mode, args.uncalibrated)
+            name = variant.request.mode if len(args.packs) == 1 else f"{pack.name} {variant.request.mode}"
             if name in variants:
                 raise HswqError("the same variant is named twice", found=name)
-            # "auto" stays what the environment resolved at load.
-            variants[name] = pack if mode == "auto" else pack.in_mode(mode, args.uncalibrated)
+            variants[name] = variant
     return variants
+
+
+def _note_overruled(pack: Model, mode: str) -> None:
+    if pack.request.origin.startswith(SWITCHES) and pack.request.mode != mode:
+        warn_once(f"--modes {mode} wins over {pack.request.origin}")
 
 
 def bench(args: argparse.Namespace) -> int:
