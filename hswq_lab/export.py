@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hswq_lab.errors import HswqError
+from hswq_lab.partial import write_whole
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def save_figure(
         "height": figure.layout.height or height,
         "scale": 2 if suffix == ".png" else 1,
     }
-    _write_bytes(target, _drawn(figure, options))
+    write_whole(target, _drawn(figure, options))
     return target
 
 
@@ -113,16 +114,3 @@ def _drawn(figure: go.Figure, options: dict[str, Any]) -> bytes:
     with static_export():
         drawn: bytes = import_module("kaleido").calc_fig_sync(figure.to_dict(), opts=options)
     return drawn
-
-
-def _write_bytes(target: Path, content: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise HswqError(
-            "the file cannot be written", file=target, found=error, fix="choose another place"
-        ) from error

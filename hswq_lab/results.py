@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from hswq_lab.errors import HswqError
+from hswq_lab.partial import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,19 +71,8 @@ class Result:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all (a temporary file beside it, then a rename)."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    data = text.encode("utf-8", errors="backslashreplace")  # lone surrogates come from file names
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise HswqError(
-            "the file cannot be written", file=path, found=error, fix="choose another place"
-        ) from error
+    """Writes a text file whole or not at all; lone surrogates, which come from file names, as escapes."""
+    write_whole(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def is_saved(field: dataclasses.Field[Any]) -> bool:

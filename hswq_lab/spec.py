@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from hswq_lab.lora import LoraFile, load_lora
 from hswq_lab.model import Model
 from hswq_lab.models.companion import Companion
 from hswq_lab.modes import ModeRequest
+from hswq_lab.owned import temporary_folder
 
 if TYPE_CHECKING:
     from hswq_lab.lora.entries import FullLokrScale
@@ -234,16 +234,18 @@ def _spill(owner: Checkpoint | LoraFile, save: Callable[[Path], str]) -> FileSpe
     """Writes an object to a temporary file, once, that is removed with the object."""
     with _lock:
         if id(owner) not in _spilled:
-            folder = Path(tempfile.mkdtemp(prefix="hswq-spill-"))
-            weakref.finalize(owner, _unspill, id(owner), folder)
+            folder, handle = temporary_folder()
+            weakref.finalize(owner, _unspill, id(owner), folder, handle)
             path = folder / "unsaved.safetensors"
             _spilled[id(owner)] = FileSpec(str(path), save(path))
         return _spilled[id(owner)]
 
 
-def _unspill(key: int, folder: Path) -> None:
+def _unspill(key: int, folder: Path, handle: int | None) -> None:
     _spilled.pop(key, None)
     shutil.rmtree(folder, ignore_errors=True)
+    if handle is not None:
+        os.close(handle)
 
 
 def _check_content(path: str | os.PathLike[str], found: str, expected: str) -> None:

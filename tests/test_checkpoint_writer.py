@@ -19,6 +19,7 @@ from hswq_lab.checkpoint import Checkpoint, data_file, write
 from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.formats import PackedWeight
+from hswq_lab.partial import write_whole
 
 
 def same(a, b):
@@ -160,7 +161,7 @@ def test_a_header_that_outgrows_its_room_gets_more(tmp_path, monkeypatch):
     write(held, pack().items(), METADATA)
     monkeypatch.setattr(data_file, "HOLD_BYTES", 0)
     monkeypatch.setattr(data_file, "RESERVED_BYTES", 64)
-    monkeypatch.setattr("hswq_lab.checkpoint.partial._CHUNK", 100)
+    monkeypatch.setattr("hswq_lab.partial._CHUNK", 100)
     write(streamed, pack().items(), METADATA)
     assert held.read_bytes() == streamed.read_bytes()
 
@@ -314,6 +315,25 @@ def test_a_killed_run_leaves_no_target_a_second_is_refused_meanwhile_and_then_st
     write(target, pack().items())
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
     assert len(Checkpoint.open(target)) == len(pack())
+
+
+def test_what_a_killed_run_left_goes_with_the_next_whatever_its_target(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "x.safetensors")], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline() == b"started\n"
+        write(tmp_path / "y.safetensors", pack().items())
+        assert len(list(tmp_path.iterdir())) == 2, "what a living run is writing stays"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    mine = tmp_path / ".mine.partial"
+    mine.write_text("not ours")
+    write_whole(tmp_path / "z.json", b"{}")
+    assert {file.name for file in tmp_path.iterdir()} == {"y.safetensors", "z.json", mine.name}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,17 +108,15 @@ def test_unknown_form_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def disk_full(path, data):
-    with path.open("wb") as file:
-        file.write(data[:1])
+def disk_full(handle, data, offset):
     raise OSError(28, "No space left on device")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     target = tmp_path / "text.txt"
     write_text(target, "first")
-    monkeypatch.setattr(Path, "write_bytes", disk_full)
-    with pytest.raises(HswqError, match="cannot be written"):
+    monkeypatch.setattr(os, "pwrite", disk_full)
+    with pytest.raises(HswqError, match="the disk is full"):
         write_text(target, "second")
     assert target.read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

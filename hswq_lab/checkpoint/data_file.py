@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint.header import DTYPE_CODES, MAX_HEADER_BYTES, TensorInfo, encode_header
-from hswq_lab.checkpoint.partial import PartialFile
 from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.errors import HswqError
+from hswq_lab.partial import PartialFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +83,7 @@ class DataFile:
         self._held.clear()
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Write what waited and the header; the file is complete but not yet under its name."""
+        """Write what waited and the header; the file is complete and durable but not yet under its name."""
         for name, tensor in sorted(self._tail, key=lambda item: (-item[1].dtype.itemsize, item[0])):
             self._append(name, tensor)
         self._tail.clear()
@@ -96,6 +96,7 @@ class DataFile:
         elif len(header) > self._reserved:
             self._file.shift(self._reserved, self._position, len(header) - self._reserved)
         self._file.write(header, 0)
+        self._file.sync()  # here and not in commit: the parts of a split file take their names at one go
 
     def commit(self, target: Path | None = None) -> None:
         """Give the finished file its name (or another one in the same folder)."""

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from hswq_lab.errors import HswqError
+from hswq_lab.owned import lock, remove_leftovers
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-try:
-    import fcntl
-except ImportError:  # Windows: no advisory locks; two runs with one target are the user's own affair there
-    fcntl = None  # type: ignore[assignment]
-
+_SUFFIX = ".hswq-partial"
 _CHUNK = 64 * 2**20
+_PATIENCE = 0.3  # seconds: someone who writes a few lines, or looks whether this is a leftover, is soon done
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a small file whole or not at all, and the folders that lead to it.
+
+    Raises:
+        HswqError: it cannot be written; what was there before is still there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(path, error) from error
+    with PartialFile(path) as file:
+        file.write(data, 0)
+        file.sync()
+        file.commit()
 
 
 class PartialFile:
     """A hidden file beside the target that takes its place on `commit` and is removed if anything goes wrong.
 
-    A run that was killed leaves `.NAME.partial` and nothing under the target's name; the next run starts it
-    afresh. Two runs with one target: the second is refused.
+    A run that was killed leaves a hidden file and nothing under the target's name; the next run that writes
+    into the folder, whatever its target, removes it. Two runs with one target: the second is refused.
 
     Args:
         target: where the file is to appear; its folder must exist.
@@ -35,49 +50,46 @@ class PartialFile:
 
     def __init__(self, target: Path) -> None:
         self.target = Path(os.path.realpath(target))  # a link keeps being a link, its file is replaced
-        self._path = self.target.with_name(f".{self.target.name}.partial")
+        self._path = self.target.with_name(f".{self.target.name}{_SUFFIX}")
         if self.target.is_dir():
             raise HswqError("the target is a folder", file=target, fix="name a file in it")
         if not self.target.parent.is_dir():
             raise HswqError(
                 "the target's folder does not exist", file=target, fix=f"create {self.target.parent}"
             )
+        remove_leftovers(self.target.parent, f".*{_SUFFIX}")
         try:
             self._handle = self._open()
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self.target, error) from error
 
     def _open(self) -> int:
+        last = time.monotonic() + _PATIENCE
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             try:
-                if fcntl is not None:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The run that held the lock may have renamed this file to its target in between: then take a
-                # new one.
-                if self._path.exists() and os.path.samestat(os.fstat(handle), self._path.stat()):
+                # Another run may have renamed or removed this file in between: then take a new one.
+                if lock(handle) and self._has(handle):
                     os.ftruncate(handle, 0)
                     return handle
-            except BlockingIOError as error:
-                os.close(handle)
-                raise HswqError(
-                    "another run is writing this file",
-                    file=self.target,
-                    fix="wait for it or choose another name",
-                ) from error
             except OSError:
                 os.close(handle)
                 raise
             os.close(handle)
+            if time.monotonic() > last:
+                raise HswqError(
+                    "another run is writing this file",
+                    file=self.target,
+                    fix="wait for it or choose another name",
+                )
+            time.sleep(0.01)
 
-    def _refused(self, error: OSError) -> HswqError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return HswqError(
-                "the disk is full", file=self.target, found=error, fix="free space or choose another disk"
-            )
-        return HswqError(
-            "the file cannot be written", file=self.target, found=error, fix="choose another place"
-        )
+    def _has(self, handle: int) -> bool:
+        """Whether the hidden name belongs to an open file."""
+        try:
+            return os.path.samestat(os.fstat(handle), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """Write bytes at a position.
@@ -90,7 +102,7 @@ class PartialFile:
             while done < len(view):
                 done += os.pwrite(self._handle, view[done : done + _CHUNK], offset + done)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self.target, error) from error
 
     def shift(self, begin: int, size: int, by: int) -> None:
         """Move `size` bytes from `begin` on towards the end of the file by `by` bytes."""
@@ -99,24 +111,30 @@ class PartialFile:
                 data = os.pread(self._handle, min(_CHUNK, size - start), begin + start)
                 self.write(data, begin + start + by)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self.target, error) from error
 
     def rename_to(self, target: Path) -> None:
         """Choose another name for `commit`, in the same folder."""
         self.target = self.target.with_name(target.name)
 
+    def sync(self) -> None:
+        """Make the bytes durable; raises HswqError if the disk refuses."""
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise _refused(self.target, error) from error
+
     def commit(self) -> None:
-        """Make the bytes durable and give them the target's name.
+        """Give the bytes the target's name.
 
         Raises:
             HswqError: the disk refuses; the target is then what it was.
         """
         try:
-            os.fsync(self._handle)
             self._path.replace(self.target)
             _sync_folder(self.target.parent)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self.target, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -125,9 +143,17 @@ class PartialFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After a commit the hidden name is gone already.
-        if self._path.exists() and os.path.samestat(os.fstat(self._handle), self._path.stat()):
+        if self._has(self._handle):
             self._path.unlink()
         os.close(self._handle)
+
+
+def _refused(target: Path, error: OSError) -> HswqError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return HswqError(
+            "the disk is full", file=target, found=error, fix="free space or choose another disk"
+        )
+    return HswqError("the file cannot be written", file=target, found=error, fix="choose another place")
 
 
 def _sync_folder(folder: Path) -> None:
