@@ -93,6 +93,30 @@ def tiny_pack(tiny_model):
 
 
 @pytest.fixture
+def most_passes_untold(monkeypatch):
+    """Runs work(progress) and gives the largest number of passes through a network between two ticks."""
+
+    def measure(work) -> int:
+        counts = [0]
+        denoise = ZImage.denoise
+
+        def counted(*args):
+            counts[-1] += 1
+            return denoise(*args)
+
+        def progress(done, total, label):
+            assert 0 <= done <= total
+            counts.append(0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ZImage, "denoise", counted)
+            work(progress)
+        return max(counts)
+
+    return measure
+
+
+@pytest.fixture
 def make_run(tiny_companion):
     """Makes a synthetic Run: a straight way from a seed's noise to a seed's picture, plus an error."""
 

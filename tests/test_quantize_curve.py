@@ -137,3 +137,8 @@ def test_gptq_weights_in_the_curve(tiny_model, impact):
     fitted = pareto(tiny_model, impact, [count], **RUN, keep=keep, moments=moments)
     assert fitted.scales == "gptq"
     assert fitted.points[0].impact < swept.impact  # on the inputs it was fitted to, at least
+
+
+def test_cancel_works_between_steps(tiny_model, impact, most_passes_untold):
+    assert most_passes_untold(lambda tell: pareto(tiny_model, impact, [3], **RUN, progress=tell)) == 1
+    assert most_passes_untold(lambda tell: greedy(tiny_model, impact, bits=8.0, **RUN, progress=tell)) == 1

@@ -163,3 +163,11 @@ def test_fused_parts_of_different_amplitude_keep_their_accuracy(tiny_model):
     for got, part in zip(packing.dequantize(fused).split(64), parts, strict=True):
         alone = packing.dequantize(packing.pack_weight(part, "nvfp4", 64, "sweep"))
         assert (got - part).norm() <= 1.03 * (alone - part).norm()
+
+
+@pytest.mark.parametrize("plan", [{"*": "nvfp4"}, "plan.json", None])
+def test_what_is_no_plan_is_refused_with_what_to_do(tiny_model, plan):
+    with pytest.raises(HswqError, match=r"this is no plan.*hl\.Plan"):
+        pack(tiny_model, plan)
+    with pytest.raises(HswqError, match=r"no loaded model.*hl\.load\('model\.safetensors'\)"):
+        pack("model.safetensors", Plan({"*": "nvfp4"}))

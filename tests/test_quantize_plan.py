@@ -132,6 +132,23 @@ def test_exactly_one_goal(goal):
         report({"a": 1e-3}).plan(**goal)
 
 
+@pytest.mark.parametrize(
+    ("goal", "match"),
+    [
+        ({"final_cos": 2}, r"final_cos.*found: 2.*from 0 to 1"),
+        ({"final_cos": "0.9"}, "from 0 to 1"),
+        ({"bits": float("nan")}, "no plan can have this bits"),
+        ({"bits": -1.0}, "number from 0"),
+        ({"nvfp4": 1.5}, "whole number"),
+        ({"nvfp4": True}, "whole number"),
+        ({"budget_bytes": "1e6"}, "whole number"),
+    ],
+)
+def test_impossible_goals(goal, match):
+    with pytest.raises(HswqError, match=match):
+        report({"a": 1e-3}).plan(**goal)
+
+
 shapes_and_impacts = st.dictionaries(
     st.sampled_from([f"layer{i}" for i in range(9)]),
     st.tuples(st.integers(1, 400), st.integers(1, 400), st.floats(0, 1)),

@@ -233,3 +233,12 @@ def test_an_error_in_a_worker_comes_back_whole(tiny_model, variants, pool):
     with pytest.raises(HswqError, match="does not fit the model") as caught:
         compare(tiny_model, variants, SEEDS, steps=3, size=(17, 16), executor=pool)
     assert "multiples" in str(caught.value.expected)
+
+
+def test_what_is_no_model_is_refused(tiny_model):
+    with pytest.raises(HswqError, match=r"no loaded model.*hl\.load\('x'\)"):
+        compare("x", {"tc": tiny_model})
+    with pytest.raises(HswqError, match=r"no loaded model.*hl\.load\('pack'\)"):
+        compare(tiny_model, {"tc": "pack"})
+    with pytest.raises(HswqError, match="variants have names"):
+        compare(tiny_model, tiny_model)

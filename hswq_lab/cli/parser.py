@@ -249,7 +249,7 @@ def _compare(verbs: _Verbs) -> None:
     )
     parser.add_argument("--uncalibrated", choices=("dynamic", "unit"), help="for layers without input_scale")
     parser.add_argument(
-        "--seeds", type=int, default=20, metavar="N", help="the first N of the 20 (default 20)"
+        "--seeds", default="20", metavar="N", help="the first N of the 20 (default 20), or a list: 42,43"
     )
     parser.add_argument("--prompt", help="one prompt for every seed (default: the model's own)")
     parser.add_argument("--steps", type=int, default=12, help="Euler steps (default 12)")

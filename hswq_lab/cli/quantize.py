@@ -21,6 +21,9 @@ SHOWN = 12  # rows in a console table; the files have them all
 def sensitivity(args: argparse.Namespace) -> int:
     """Measures the layers' impact and shows the most sensitive ones."""
     model = load(args.model, args)
+    if not 1 <= args.seeds <= len(model.prompts):
+        expected = f"1 to {len(model.prompts)}: the model has a prompt for each"
+        raise HswqError("impossible number of seeds", found=args.seeds, expected=expected)
     with bar("sensitivity") as progress, workers(args.workers, str(model.device)) as executor:
         report = hl.sensitivity(
             model,

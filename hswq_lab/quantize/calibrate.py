@@ -10,6 +10,7 @@ import torch
 
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
+from hswq_lab.model import check_model
 from hswq_lab.quantize.observe import CalibrationReport, observe
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def observe_for(
     progress: Progress | None = None,
 ) -> CalibrationReport:
     """`observe` for a pack's NVFP4 layers, each in the basis it is stored in; arguments as of `calibrate`."""
+    for each in (pack,) if model is None else (pack, model):
+        check_model(each)
     groups = {layer: entry.group for layer, entry in _nvfp4_entries(pack).items()}
     if model is not None and model.layers() != pack.layers():
         raise HswqError(

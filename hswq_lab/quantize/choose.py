@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from hswq_lab.errors import HswqError
@@ -18,6 +20,29 @@ class Option(NamedTuple):
 
 Options = Mapping[str, Sequence[Option]]
 """Layer → its one or two options, the larger first."""
+
+
+def the_goal(**goals: object) -> str:
+    """The one goal that is not None, in words: "bits=5.0".
+
+    Raises:
+        HswqError: none or several, or a value that no plan can have.
+    """
+    given = {name: value for name, value in goals.items() if value is not None}
+    if len(given) != 1:
+        raise HswqError(
+            "a plan needs exactly one goal",
+            found=", ".join(f"{name}={value}" for name, value in given.items()) or "none",
+            expected=" or ".join(f"{name}=" for name in goals),
+        )
+    [(name, value)] = given.items()
+    whole = name in ("nvfp4", "budget_bytes")
+    largest = 1.0 if name == "final_cos" else math.inf
+    number = float(value) if isinstance(value, Integral if whole else Real) else math.nan
+    if isinstance(value, bool) or not (math.isfinite(number) and 0 <= number <= largest):
+        expected = "a whole number from 0" if whole else "a number from 0" + (" to 1" if largest == 1 else "")
+        raise HswqError(f"no plan can have this {name}", found=repr(value), expected=expected)
+    return f"{name}={value}"
 
 
 def within_budget(options: Options, limit: int) -> dict[str, str]:

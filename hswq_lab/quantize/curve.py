@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hswq_lab.errors import HswqError
 from hswq_lab.progress import silent
+from hswq_lab.quantize.choose import the_goal
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 from hswq_lab.quantize.plan import KEPT, Plan, packed_nbytes
@@ -55,7 +57,7 @@ def pareto(
         scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
         moments: from `gather_moments`: NVFP4 weights by GPTQ instead.
         keep: pins, as for `ImpactReport.plan`.
-        progress: told after every point.
+        progress: told of every point, several times while it is measured, so that it can cancel between steps.
 
     Raises:
         HswqError: prompts and seeds do not pair, or a K that is not possible.
@@ -67,7 +69,7 @@ def pareto(
     plans = [impact.plan(nvfp4=k, keep=keep) for k in nvfp4]
     curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales), moments))
     for done, (k, plan) in enumerate(zip(nvfp4, plans, strict=True)):
-        (progress or silent)(done, len(plans), f"nv{k}")
+        curve.trial.pulse = partial(progress or silent, done, len(plans), f"nv{k}")
         curve.add(f"nv{k}", dict(plan))
     (progress or silent)(len(plans), len(plans), "done")
     return curve.report()
@@ -106,7 +108,7 @@ def greedy(
         scales: as for `pareto`.
         moments: as for `pareto`.
         keep: pins, layer glob → format; these layers do not move.
-        progress: told after every step.
+        progress: as for `pareto`.
 
     Returns:
         A point for every layer turned, the first with none: take `report.plan(bits=…)`.
@@ -114,16 +116,16 @@ def greedy(
     Raises:
         HswqError: the goal is missing, twice there, or not reached with every layer turned.
     """
-    if (bits is None) == (final_cos is None):
-        raise HswqError("a greedy search needs exactly one goal", expected="bits= or final_cos=")
+    the_goal(bits=bits, final_cos=final_cos)
     pins = Plan(keep or {})
     formats = {layer: pins.form_of(layer) or LARGE for layer in impact.layers}
     left = [layer for layer in _by_price(impact) if pins.form_of(layer) is None]
     curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales, 4), moments))
-    curve.add("all INT8", formats)
     tell, total = progress or silent, len(left)
+    curve.trial.pulse = partial(tell, 0, total, "reference run")
+    curve.add("all INT8", formats)
     while bits is None or curve.points[-1].bits > bits:
-        tell(total - len(left), total, curve.points[-1].label)
+        curve.trial.pulse = partial(tell, total - len(left), total, curve.points[-1].label)
         if not left:
             break
         layer, point = curve.best_next(formats, left[:width])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from hswq_lab.errors import HswqError
-from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, within_budget
+from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, the_goal, within_budget
 from hswq_lab.quantize.plan import (
     KEPT,
     UNROTATED,
@@ -184,14 +184,9 @@ class ImpactReport(Result):
             keep: pins, layer glob → format; they win over everything.
 
         Raises:
-            HswqError: no or several goals, or a goal that cannot be reached.
+            HswqError: no or several goals, or one that is impossible or cannot be reached.
         """
-        goals = {"nvfp4": nvfp4, "bits": bits, "budget_bytes": budget_bytes, "final_cos": final_cos}
-        given = [f"{name}={value}" for name, value in goals.items() if value is not None]
-        if len(given) != 1:
-            raise HswqError(
-                "a plan needs exactly one goal", found=given or "none", expected=" or ".join(goals)
-            )
+        goal = the_goal(nvfp4=nvfp4, bits=bits, budget_bytes=budget_bytes, final_cos=final_cos)
         options = self._options(keep or {})
         if nvfp4 is not None:
             chosen = least_sensitive(options, nvfp4, "nvfp4")
@@ -202,7 +197,8 @@ class ImpactReport(Result):
             limit = budget_bytes if budget_bytes is not None else math.floor((bits or 0.0) * total / 8)
             chosen = within_budget(options, limit)
         return Plan(
-            chosen, f"{given[0]} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps"
+            chosen,
+            f"{goal} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps",
         )
 
     def best_nvfp4(self, layer: str) -> str:

@@ -10,6 +10,7 @@ from hswq_lab.attachments import SCALES_KEY
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
+from hswq_lab.model import check_model
 from hswq_lab.progress import part, silent
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.moments import gather_moments
@@ -59,6 +60,9 @@ def pack(
         HswqError: a layer is packed already, LoRAs are attached, or the plan or the activations do not fit
             the model.
     """
+    check_model(model)
+    if not isinstance(plan, Plan):
+        raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
     if model.loras:
         raise HswqError(
             "packing takes the model's own weights, but LoRAs are attached",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
+from hswq_lab.model import check_model
 from hswq_lab.trajectory.compare import Prompt, pair
 from hswq_lab.trajectory.seeds import SEEDS_20
 
@@ -34,8 +35,9 @@ def choose_pairs(
         number: of default prompts; None: all.
 
     Raises:
-        HswqError: prompts and seeds do not pair.
+        HswqError: the model is not loaded, or prompts and seeds do not pair.
     """
+    check_model(model)
     if prompts is None:
         prompts = model.prompts[: len(seeds) if seeds is not None else number]
     if seeds is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from hswq_lab.errors import HswqError
+from hswq_lab.quantize.choose import the_goal
 from hswq_lab.quantize.plan import Plan
 from hswq_lab.results import Result
 
@@ -105,10 +106,9 @@ class ParetoReport(Result):
         """The best measured plan within a number of bits, or the smallest with a mean final cosine.
 
         Raises:
-            HswqError: not exactly one goal, or no point reaches it.
+            HswqError: not exactly one goal, an impossible one, or no point reaches it.
         """
-        if (bits is None) == (final_cos is None):
-            raise HswqError("a plan needs exactly one goal", expected="bits= or final_cos=")
+        the_goal(bits=bits, final_cos=final_cos)
         front = self.front()
         fitting = [p for p in front if (p.bits <= bits if bits is not None else p.mean >= (final_cos or 0.0))]
         if not fitting:

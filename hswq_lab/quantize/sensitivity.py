@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from hswq_lab import packing
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
 from hswq_lab.formats import PackedWeight
+from hswq_lab.model import check_model
 from hswq_lab.progress import silent
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
 from hswq_lab.quantize.pairs import choose_pairs, label_of
@@ -22,7 +24,7 @@ from hswq_lab.quantize.trial import Trial, TrialSettings
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from hswq_lab.formats import Method
@@ -72,7 +74,7 @@ def sensitivity(
         resume: JSON file that is written as layers finish, and read first if it is there.
         executor: where to run, e.g. Dask's `client.get_executor()`; default: here. Workers get a `ModelSpec`.
             The numbers are the same, bit for bit.
-        progress: told after every layer.
+        progress: told of every layer, several times while it is measured, so that it can cancel between steps.
 
     Raises:
         HswqError: prompts and seeds do not pair, an unknown layer or format, or a file to resume that belongs
@@ -84,13 +86,14 @@ def sensitivity(
     units = _units(model, layers, formats)
     store = _Store(empty, units, None if resume is None else Path(resume), started)
     missing = [unit for unit in units if unit not in store.rows]
-    (progress or silent)(len(units) - len(missing), len(units), "reference run")
+    tell, known = progress or silent, len(units) - len(missing)
+    tell(known, len(units), "reference run")
     if missing and executor is None:
-        for done, row in enumerate(
-            measure_layers(Trial(model, settings), missing), len(units) - len(missing) + 1
-        ):
-            store.add([row])
-            (progress or silent)(done, len(units), row.layer)
+        trial = Trial(model, settings)
+        for done, (layer, form) in enumerate(missing, known):
+            trial.pulse = partial(tell, done, len(units), layer)
+            store.add([_measured(trial, layer, form, trial.packed(layer, form))])
+        tell(len(units), len(units), "done")
     elif missing and executor is not None:
         _measure_there(executor, model, settings, missing, store.add, progress)
     return store.report()
@@ -118,11 +121,13 @@ def impact_of_pack(
         seeds: as for `sensitivity`.
         steps: Euler steps.
         cfg: guidance scale.
-        progress: told after every layer.
+        progress: as for `sensitivity`.
 
     Raises:
         HswqError: the pack has no packed layer, or is of another architecture.
     """
+    for each in (model, pack):
+        check_model(each)
     started = time.monotonic()
     if pack.layers() != model.layers():
         raise HswqError(
@@ -138,17 +143,12 @@ def impact_of_pack(
     settings = _settings(model, prompts, seeds, steps, cfg, "sweep")
     trial, rows = Trial(model, settings), []
     for done, (layer, weight) in enumerate(packed.items()):
-        (progress or silent)(done, len(packed), layer)
+        trial.pulse = partial(progress or silent, done, len(packed), layer)
         ready = weight if "input_scale" in weight.disk_tensors() else trial.calibrated(layer, weight)
         rows.append(_measured(trial, layer, weight.format, ready))
     (progress or silent)(len(packed), len(packed), "done")
     seconds = time.monotonic() - started
     return replace(_empty_report(model, settings), scales=f"as in {pack.name}", rows=rows, seconds=seconds)
-
-
-def measure_layers(trial: Trial, units: Sequence[Unit]) -> Iterator[LayerImpact]:
-    """The rows of a report for some layers and formats, in this order."""
-    return (_measured(trial, layer, form, trial.packed(layer, form)) for layer, form in units)
 
 
 def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[Unit]) -> list[LayerImpact]:
@@ -158,7 +158,8 @@ def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[
         if key not in _trials:
             _trials.clear()
             _trials[key] = Trial(spec.model(), settings)
-        return list(measure_layers(_trials[key], units))
+        trial = _trials[key]
+        return [_measured(trial, layer, form, trial.packed(layer, form)) for layer, form in units]
 
 
 _lock = threading.Lock()

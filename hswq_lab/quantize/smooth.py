@@ -11,6 +11,7 @@ import torch
 from hswq_lab.attachments import SMOOTH_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
+from hswq_lab.model import check_model
 from hswq_lab.quantize.plan import layer_name
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
     Raises:
         HswqError: packed layers or LoRAs, or activations that are missing or rotated.
     """
+    check_model(model)
     if model.is_packed or model.loras:
         raise HswqError("only a 16-bit model without LoRAs can be smoothed", tensor=model.name)
     values = {name: model.checkpoint[name] for name in model.checkpoint}

@@ -27,7 +27,7 @@ from hswq_lab.quantize.plan import layer_format
 from hswq_lab.quantize.replay import Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from hswq_lab.formats import Method
     from hswq_lab.model import Model
@@ -70,6 +70,10 @@ class Trial:
         settings: pairs of prompt and seed, steps and so on.
         moments: from `gather_moments`: rotated NVFP4 weights are made by GPTQ.
 
+    Attributes:
+        pulse: called before every pass through the network, and may raise to end the run; does nothing until
+            somebody sets it.
+
     Raises:
         HswqError: the model is packed or has LoRAs.
     """
@@ -86,6 +90,7 @@ class Trial:
             )
         self.model = model
         self.settings = settings
+        self.pulse: Callable[[], None] = _no_pulse
         self._moments = moments
         copy = model.on(model.device)
         self._network = copy.network()
@@ -101,6 +106,7 @@ class Trial:
     @cached_property
     def reference(self) -> Tensor:
         """Final latents of the unchanged model, fp32 [pairs, C, h, w] on its device; made once."""
+        self._inputs = {}  # a run that was cancelled may have left some
         self._replay.begin((), recording=True)
         with observing(self._linears, self._groups(rotated=True), {}) as observed, self._sampling_inputs():
             latents = self._sample()
@@ -256,6 +262,7 @@ class Trial:
         for step, (sigma, following) in enumerate(pairwise(self._levels)):
             out = torch.empty((count if cfg == 1 else 2 * count, *shape), device=device)
             for number, batch in enumerate(self._batches):
+                self.pulse()
                 self._replay.at(step, number)
                 x = latents[[row % count for row in batch.rows]].to(dtype)
                 t = torch.full((len(x),), 1 - sigma, device=device)
@@ -263,6 +270,10 @@ class Trial:
             direction = out if cfg == 1 else out[count:] + cfg * (out[:count] - out[count:])
             latents = latents - (following - sigma) * direction
         return latents
+
+
+def _no_pulse() -> None:
+    """The pulse of a trial that nobody watches."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
+from hswq_lab.model import check_model
 from hswq_lab.models.sampler import Run
 from hswq_lab.progress import Progress, part, silent
 from hswq_lab.trajectory.pictures import distance
@@ -62,6 +63,12 @@ def compare(
     Raises:
         HswqError: seeds and prompts do not fit together, no variant, or a variant that cannot be compared.
     """
+    if not isinstance(variants, Mapping):
+        raise HswqError(
+            "variants have names", found=repr(variants)[:80], expected='{"tc": pack.in_mode("tc"), …}'
+        )
+    for each in (model, *variants.values()):
+        check_model(each)
     pairs = pair(model, seeds, prompts)
     if not variants or REFERENCE in variants:
         raise HswqError(
