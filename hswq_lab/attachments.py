@@ -84,6 +84,14 @@ class Attachment:
         return f"{self.lora.name} ×{self.strength:g} ({self.how})"
 
 
+def check_lora(value: object) -> None:
+    """Raises HswqError for anything but a loaded LoRA."""
+    if not isinstance(value, LoraFile):
+        raise HswqError(
+            "this is no loaded LoRA", found=repr(value), fix="open the file with hl.load_lora first"
+        )
+
+
 class Attachments(Sequence[Attachment]):
     """An immutable list of LoRAs on one checkpoint.
 
@@ -154,6 +162,7 @@ class Attachments(Sequence[Attachment]):
         return Attachments(self._checkpoint, self._layers, items)
 
     def _item(self, lora: LoraFile) -> Attachment:
+        check_lora(lora)
         for item in self._items:
             if item.lora.sha256 == lora.sha256:
                 return item

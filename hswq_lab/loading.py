@@ -9,10 +9,11 @@ from typing import Literal, get_args
 
 import torch
 
+from hswq_lab.arguments import device_of, path_of
 from hswq_lab.attachments import LORAS_KEY, Attachment
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
-from hswq_lab.model import Model
+from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.mini import mini_companion, mini_weights
 from hswq_lab.models.zimage import MINI, ZImageConfig
@@ -54,8 +55,8 @@ def load(
     Raises:
         HswqError: no such file, a damaged one, not a known model family, or a mode that a layer cannot run in.
     """
-    name = os.fspath(model)
-    path = Path(name)
+    path = path_of(model, "a model")
+    name = str(model)
     if name == MINI_NAME and not path.exists():
         path = mini_weights()
     if not path.exists():
@@ -73,7 +74,7 @@ def load(
     checkpoint.verify()  # a damaged scale is refused now, not in the middle of a picture
     if keep == "memory":
         checkpoint = checkpoint.in_memory()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     origin = origin or ("default" if mode == "auto" and uncalibrated is None else "asked for")
     return Model(
         checkpoint,
@@ -106,7 +107,8 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
         HswqError: a LoRA is attached as a branch (a file cannot hold that), the target is the file that is being read,
             or it cannot be written.
     """
-    if Path(path).suffix != ".safetensors":
+    check_model(model)
+    if path_of(path, "a model").suffix != ".safetensors":
         raise HswqError(
             "a model is saved as safetensors", file=path, expected="a name that ends in .safetensors"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hswq_lab import ops
+from hswq_lab.arguments import activation_dtype, device_of, finite, whole
 from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
-from hswq_lab.attachments import Attachment, Attachments, Way
+from hswq_lab.attachments import Attachment, Attachments, Way, check_lora
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
@@ -75,8 +75,8 @@ class Model:
         self.checkpoint = checkpoint
         self.name = name
         self.companion = companion
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.device = device_of(device)
+        self.dtype = activation_dtype(dtype)
         self.request = request or ModeRequest()
         self.config = ZImageConfig.from_shapes(checkpoint.shapes())
         self._attachments = Attachments(checkpoint, self.layers(), attachments)
@@ -259,15 +259,14 @@ class Model:
         Raises:
             HswqError: the file does not fit this model, or is no loaded LoRA; nothing is changed then.
         """
-        if not isinstance(lora, LoraFile):
-            raise HswqError(
-                "this is no loaded LoRA", found=repr(lora), fix="open the file with hl.load_lora first"
-            )
+        check_lora(lora)
         origin = source.checkpoint if isinstance(source, Model) else source
         if origin is not None and not isinstance(origin, Checkpoint):
             raise HswqError("this is no source", found=repr(origin), fix="open it with hl.load(...) first")
         with self._lock:
-            added = Attachment(lora, float(strength), how, origin, allow_unmatched, allow_baked)
+            added = Attachment(
+                lora, finite(strength, "a LoRA's strength"), how, origin, allow_unmatched, allow_baked
+            )
             changed = self._attachments.plus(added)
             report = changed.evidence(self.device, added)
             self._adopt(changed)
@@ -285,11 +284,11 @@ class Model:
     def set_strength(self, lora: LoraFile, strength: float) -> None:
         """Changes the strength of an attached LoRA; free for a branch, a new bake from the pristine weights else."""
         with self._lock:
-            changed = self._attachments.with_strength(lora, float(strength))
+            changed = self._attachments.with_strength(lora, strength := finite(strength, "a LoRA's strength"))
             if self._network is not None and changed.differs_only_in_branch_strengths(self._attachments):
                 for layer in linears_of(self._network).values():
                     if layer.branches is not None and lora.sha256 in layer.branches.strengths:
-                        layer.branches.set_strength(lora.sha256, float(strength))
+                        layer.branches.set_strength(lora.sha256, strength)
                 self._attachments = changed
             else:
                 self._adopt(changed)
@@ -356,6 +355,11 @@ class Model:
         """Caption features [tokens, cap_feat_dim] of a prompt; a tensor is taken as features already."""
         if isinstance(prompt, Tensor):
             return prompt
+        if not isinstance(prompt, str):
+            raise HswqError(
+                "a prompt is text, or caption features as a tensor",
+                found=f"{type(prompt).__name__} {prompt!r}"[:80],
+            )
         if self.companion is None:
             raise HswqError(
                 "this model has no text encoder here",
@@ -411,9 +415,10 @@ class Model:
         Raises:
             HswqError: impossible arguments, or no text encoder for a text prompt.
         """
-        if not math.isfinite(cfg):
-            raise HswqError("the guidance scale must be a finite number", found=cfg)
-        levels = sigmas(steps, shift := self.default_shift if shift is None else shift)
+        cfg = finite(cfg, "the guidance scale")
+        levels = sigmas(
+            whole(steps, "the number of steps"), shift := self.default_shift if shift is None else shift
+        )
         size = size or self.default_size
         noise = starting_noise(self.latent_shape(size), seed)
         latents, x0 = [], []
@@ -463,9 +468,11 @@ class Model:
         """
         cell = self.companion.pixels_per_latent if self.companion else 8
         step = cell * PATCH
-        if any(side <= 0 or side % step for side in size):
+        if not _is_pair(size) or any(side <= 0 or side % step for side in size):
             raise HswqError(
-                "the size does not fit the model", found=size, expected=f"multiples of {step} pixels"
+                "the size does not fit the model",
+                found=size,
+                expected=f"(height, width), multiples of {step} pixels",
             )
         return (self.config.in_channels, size[0] // cell, size[1] // cell)
 
@@ -488,3 +495,7 @@ class Model:
             loras=self._attachments.on_layer(layer),
         )
         return row if built is None else replace(row, **vars(built.counts))
+
+
+def _is_pair(size: object) -> bool:
+    return isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab import ops
+from hswq_lab.arguments import device_of, whole
 from hswq_lab.bench.machine import Roofline, describe, measure_roofline
 from hswq_lab.bench.timing import seconds_per_call
 from hswq_lab.errors import HswqError
@@ -132,12 +133,15 @@ def bench_gemm(
     Raises:
         HswqError: a back end that cannot be used here, or impossible shapes.
     """
-    device = torch.device(device)
+    device = device_of(device)
     on_card = device.type == "cuda"
     shapes = shapes or (SHAPES_CARD if on_card else SHAPES_CPU)
     rows = rows or (ROWS_CARD if on_card else ROWS_CPU)
-    if any(value < 1 for value in (*rows, *(side for shape in shapes for side in shape), repeats)):
-        raise HswqError("sizes and repeats must be positive", found=f"{shapes}, {rows}, {repeats}")
+    for shape in shapes:
+        if len(shape) != 2:
+            raise HswqError("a weight's shape is (N, K)", found=shape)
+    for value in (*rows, *(side for shape in shapes for side in shape), repeats):
+        whole(value, "a size or a number of repeats")
     tell = progress or silent
     found: list[GemmRow] = []
     cases = [(m, n, k) for n, k in shapes for m in rows]

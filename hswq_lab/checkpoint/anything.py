@@ -6,6 +6,7 @@ import os
 from typing import Protocol
 
 from hswq_lab.checkpoint.checkpoint import Checkpoint
+from hswq_lab.errors import HswqError
 
 
 class HasCheckpoint(Protocol):
@@ -24,10 +25,17 @@ def as_checkpoint(source: Anything) -> Checkpoint:
     """The checkpoint that is meant; a path is opened.
 
     Raises:
-        HswqError: the file cannot be opened.
+        HswqError: the file cannot be opened, or it is none of the three.
     """
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
-    return source.checkpoint
+    checkpoint = getattr(source, "checkpoint", None)
+    if not isinstance(checkpoint, Checkpoint):
+        raise HswqError(
+            "this is no checkpoint",
+            found=repr(source)[:80],
+            expected="a path, a checkpoint, or a loaded model",
+        )
+    return checkpoint

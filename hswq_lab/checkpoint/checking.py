@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.anything import as_checkpoint
 from hswq_lab.checkpoint.closeness import closeness, dense
 from hswq_lab.checkpoint.completeness import completeness
@@ -111,8 +112,9 @@ def check(
     """
     origin = None if source is None else as_checkpoint(source)
     told = None if origin is None else str(origin.path or "in memory")
+    where = path_of(path, "a checkpoint")
     try:
-        checker = _Checker(Path(path), reading, origin)
+        checker = _Checker(where, reading, origin)
     except HswqError as error:
         return CheckReport(str(path), told, [from_error(error, "file")], [], LayoutReport([]))
     checker.run(progress or silent)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, overload
 
+from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.header import metadata_text
 from hswq_lab.checkpoint.index import Index
 from hswq_lab.checkpoint.markers import canonical
@@ -91,7 +92,7 @@ class Checkpoint(Mapping[str, Value]):
         Raises:
             HswqError: a file is missing, damaged or of another kind, or a layer's tensors break a rule.
         """
-        opened = open_files(Path(path), reading, shapes)
+        opened = open_files(path_of(path, "a checkpoint"), reading, shapes)
         errors = [finding for finding in opened.index.findings if finding.severity == "error"]
         if errors:
             raise errors[0].error(path)

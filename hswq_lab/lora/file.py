@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.checks import file_warnings, refuse_fused_and_split, refuse_unusable
 from hswq_lab.lora.delta import LayerDelta
@@ -196,7 +197,7 @@ def load_lora(path: str | os.PathLike[str], *, full_lokr_scale: FullLokrScale = 
         HswqError: no LoRA file; one for another model (named); a method that is no additive delta (named); an
             incomplete, contradictory or damaged one, with the key's name.
     """
-    return _understood(read_raw(Path(path)), full_lokr_scale)
+    return _understood(read_raw(path_of(path, "a LoRA")), full_lokr_scale)
 
 
 def lora_from_tensors(

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hswq_lab.arguments import finite, whole
 from hswq_lab.errors import HswqError
 
 Velocity = Callable[[Tensor, float], Tensor]
@@ -56,7 +57,7 @@ def sigmas(steps: int, shift: float) -> list[float]:
     """
     if steps < 1:
         raise HswqError("a run needs at least one step", found=steps)
-    if not shift > 0:
+    if not finite(shift, "the shift") > 0:
         raise HswqError("the shift must be positive", found=shift)
     levels = [1 - i / steps for i in range(steps + 1)]
     return [shift * u / (1 + (shift - 1) * u) for u in levels]
@@ -68,9 +69,9 @@ def starting_noise(shape: tuple[int, ...], seed: int) -> Tensor:
     Raises:
         HswqError: a seed that is not in 0 … 2⁶³−1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise HswqError("a seed is a whole number from 0 to 2^63 - 1", found=repr(seed))
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
+    if (number := whole(seed, "a seed", 0)) >= 2**63:
+        raise HswqError("a seed is a whole number from 0 to 2^63 - 1", found=seed)
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(number), dtype=torch.float32)
 
 
 def noise_hash(noise: Tensor) -> str:

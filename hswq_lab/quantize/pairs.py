@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
+from hswq_lab.arguments import seeds_of
 from hswq_lab.model import check_model
 from hswq_lab.trajectory.compare import Prompt, pair
 from hswq_lab.trajectory.seeds import SEEDS_20
@@ -38,6 +39,7 @@ def choose_pairs(
         HswqError: the model is not loaded, or prompts and seeds do not pair.
     """
     check_model(model)
+    seeds = None if seeds is None else seeds_of(seeds)
     if prompts is None:
         prompts = model.prompts[: len(seeds) if seeds is not None else number]
     if seeds is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
+from hswq_lab.arguments import seeds_of
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
 from hswq_lab.model import check_model
@@ -141,8 +142,9 @@ def pair(
     Raises:
         HswqError: no seeds, one of them twice, or another number of prompts.
     """
+    seeds = seeds_of(seeds)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise HswqError("a comparison needs seeds, each of them once", found=list(seeds))
+        raise HswqError("a comparison needs seeds, each of them once", found=seeds)
     if prompts is None:
         own = model.prompts
         given: list[Prompt] = list(own[: len(seeds)] if len(own) > len(seeds) else own)

@@ -1,0 +1,81 @@
+"""Slips in the arguments of public functions: each is one clear sentence of our own error class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hswq_lab as hl
+from hswq_lab.arguments import device_of, finite, whole
+
+GENERATE = {
+    "no prompt": ((None,), {}, "prompt"),
+    "a number as prompt": ((5,), {}, "prompt"),
+    "half a step": (("x",), {"steps": 1.5}, "steps"),
+    "steps as text": (("x",), {"steps": "3"}, "steps"),
+    "no step": (("x",), {"steps": 0}, "steps"),
+    "steps yes": (("x",), {"steps": True}, "steps"),
+    "half a seed": (("x",), {"seed": 1.5}, "seed"),
+    "a negative seed": (("x",), {"seed": -1}, "seed"),
+    "a huge seed": (("x",), {"seed": 2**63}, "seed"),
+    "guidance nan": (("x",), {"cfg": float("nan")}, "guidance"),
+    "guidance as text": (("x",), {"cfg": "2"}, "guidance"),
+    "no shift": (("x",), {"shift": 0}, "shift"),
+    "shift as text": (("x",), {"shift": "x"}, "shift"),
+    "one side": (("x",), {"size": 64}, "size"),
+    "broken size": (("x",), {"size": (64.0, 64)}, "size"),
+    "three sides": (("x",), {"size": (64, 64, 64)}, "size"),
+}
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return hl.load("mini-zimage", device="cpu")
+
+
+@pytest.mark.parametrize("slip", GENERATE)
+def test_generate_says_which_argument_is_wrong(mini, slip):
+    args, options, word = GENERATE[slip]
+    with pytest.raises(hl.HswqError, match=word):
+        mini.generate(*args, **({"steps": 1} | options))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: hl.load(None),
+        lambda model: hl.load(5),
+        lambda model: hl.load("mini-zimage", device="qpu"),
+        lambda model: hl.load("mini-zimage", device="cuda:99"),
+        lambda model: model.on("cuda:99"),
+        lambda model: hl.load("mini-zimage", dtype=torch.int8),
+        lambda model: hl.load("mini-zimage", dtype="bf16"),
+        lambda model: hl.load_lora(None),
+        lambda model: hl.check(None),
+        lambda model: hl.inspect(None),
+        lambda model: hl.save(model, None),
+        lambda model: hl.save("model", "x.safetensors"),
+        lambda model: model.detach("x"),
+        lambda model: model.set_strength("x", 1),
+        lambda model: model.attach("x.safetensors"),
+        lambda model: hl.bench_gemm([(3,)], [1]),
+        lambda model: hl.bench_gemm([(16, 16)], [1.5]),
+        lambda model: hl.pack(model, {"a": "nvfp4"}),
+        lambda model: hl.pack("x", hl.Plan({"*": "nvfp4"})),
+        lambda model: hl.compare("x", {"a": model}),
+        lambda model: hl.compare(model, {"a": model}, seeds=4, steps=1),
+        lambda model: hl.calibrate("x"),
+        lambda model: hl.sensitivity("x"),
+        lambda model: hl.sensitivity(model, seeds=4),
+    ],
+)
+def test_a_slip_is_one_sentence(mini, call):
+    with pytest.raises(hl.HswqError):
+        call(mini)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert whole(np.int64(3), "a count") == 3
+    assert finite(np.float32(0.5), "a factor") == 0.5
+    assert device_of("cpu") == torch.device("cpu")
