@@ -52,11 +52,9 @@ def pack_file(tmp_path_factory, model_file):
     """Packed and calibrated by the command itself."""
     folder = tmp_path_factory.mktemp("pack")
     packed, calibrated = str(folder / "packed.safetensors"), str(folder / "calibrated.safetensors")
-    assert (
-        main(["pack", model_file, packed, "--all", "nvfp4", "--keep", "final_layer*=int8", "--scales", "rtn"])
-        == 0
-    )
-    assert main(["calibrate", packed, calibrated, "--model", model_file, "--steps", "1"]) == 0
+    kept = ["--keep", "final_layer*=int8", "--scales", "rtn"]
+    assert main(["pack", model_file, "-o", packed, "--all", "nvfp4", *kept]) == 0
+    assert main(["calibrate", packed, "-o", calibrated, "--model", model_file, "--steps", "1"]) == 0
     return calibrated
 
 
@@ -83,7 +81,15 @@ def test_every_verb_explains_itself(verb, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["inspect"], ["pack", "a", "b"], ["demo", "--workers", "x"]]
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["inspect"],
+        ["pack", "a", "-o", "b"],
+        ["pack", "a", "b", "--all", "int8"],
+        ["demo", "--workers", "x"],
+    ],
 )
 def test_wrong_usage_is_code_2_on_stderr(arguments, capsys):
     with pytest.raises(SystemExit) as left:
@@ -187,10 +193,10 @@ def test_pack_calibrate_and_diff(model_file, pack_file, capsys):
 def test_nothing_is_overwritten_unless_it_is_said(model_file, tmp_path, capsys):
     target = tmp_path / "there.safetensors"
     target.write_text("precious")
-    assert main(["pack", model_file, str(target), "--all", "int8"]) == 2
+    assert main(["pack", model_file, "-o", str(target), "--all", "int8"]) == 2
     assert "exists" in capsys.readouterr().err
     assert target.read_text() == "precious"
-    assert main(["pack", model_file, str(target), "--all", "int8", "--force"]) == 0
+    assert main(["pack", model_file, "-o", str(target), "--all", "int8", "--force"]) == 0
     assert Checkpoint.open(target).entry("x_embedder.weight").format == "int8_tensorwise"
 
 
@@ -199,7 +205,7 @@ def test_nothing_is_overwritten_unless_it_is_said(model_file, tmp_path, capsys):
     [["--all", "int9"], ["--all", "nvfp4", "--nvfp4", "3"], ["--all", "nvfp4", "--keep", "nonsense"]],
 )
 def test_a_plan_that_makes_no_sense_writes_nothing(model_file, tmp_path, options, capsys):
-    assert main(["pack", model_file, str(tmp_path / "x.safetensors"), *options]) == 2
+    assert main(["pack", model_file, "-o", str(tmp_path / "x.safetensors"), *options]) == 2
     assert capsys.readouterr().err.startswith("hswq-lab: ")
     assert list(tmp_path.iterdir()) == []
 
@@ -212,7 +218,10 @@ def test_sensitivity_then_pack_by_its_result(model_file, tmp_path, capsys):
     )
     assert "most sensitive" in capsys.readouterr().out
     packed = tmp_path / "x.safetensors"
-    assert main(["pack", model_file, str(packed), "--impact", impact, "--nvfp4", "3", "--scales", "rtn"]) == 0
+    assert (
+        main(["pack", model_file, "-o", str(packed), "--impact", impact, "--nvfp4", "3", "--scales", "rtn"])
+        == 0
+    )
     formats = [entry.format for entry in Checkpoint.open(packed).entries()]
     assert formats.count("nvfp4") == 3
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hswq_lab.cli.parser import build_parser
 from hswq_lab.errors import Cancelled, HswqError
+from hswq_lab.owned import remove_temporary_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, without the command's name; those of the process by default.
     """
     args = build_parser().parse_args(argv)
+    remove_temporary_leftovers()
     try:
         # The verbs need torch, which takes seconds to import: --help and a typing error do not wait for it.
         code: int = getattr(import_module(f"hswq_lab.cli.{args.module}"), args.function)(args)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import local_pool
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.results import Result
 
-__all__ = ["bar", "finish", "load", "refuse_to_overwrite", "say", "table", "workers"]
+__all__ = ["bar", "check_target", "finish", "load", "say", "say_written", "table", "workers"]
 
 
 def say(text: object = "") -> None:
@@ -58,7 +59,25 @@ def load(path: str, args: argparse.Namespace) -> Model:
     return open_model(path, args.device)
 
 
-def refuse_to_overwrite(path: Path, *, force: bool) -> None:
-    """Raises HswqError, before any work is done, if the target exists and that was not allowed."""
-    if path.exists() and not force:
-        raise HswqError("the target exists already", file=path, fix="choose another name, or add --force")
+def check_target(args: argparse.Namespace) -> None:
+    """Raises HswqError, before any work is done, if OUT cannot be written or exists and --force is missing."""
+    out: Path = args.out
+    if out.suffix != ".safetensors":
+        raise HswqError(
+            "the result is a safetensors file", file=out, expected="a name that ends in .safetensors"
+        )
+    if not out.parent.is_dir():
+        raise HswqError("the target's folder does not exist", file=out, fix=f"create {out.parent}")
+    if getattr(args, "shard_bytes", None) is not None:
+        if args.shard_bytes < 1:
+            raise HswqError("impossible size of a part", found=args.shard_bytes, expected="at least 1 byte")
+        out = out.with_name(out.stem + INDEX_SUFFIX)
+    if out.exists() and not args.force:
+        raise HswqError("the target exists already", file=out, fix="choose another name, or add --force")
+
+
+def say_written(path: Path) -> None:
+    """Where the result is, and how large."""
+    files = locate(path).files
+    parts = f" in {len(files)} parts" if path.name.endswith(INDEX_SUFFIX) else ""
+    say(f"written: {path} ({sum(file.stat().st_size for file in files):,} bytes{parts})")

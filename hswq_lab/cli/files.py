@@ -9,7 +9,7 @@ import hswq_lab as hl
 from hswq_lab.checkpoint import convert as convert_checkpoint
 from hswq_lab.checkpoint.header import read_header
 from hswq_lab.cli import lora
-from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table
+from hswq_lab.cli.common import bar, check_target, finish, load, say, table
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.dialects import parse_key
 
@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> int:
     """Writes a checkpoint in another layout, or a LoRA in another dialect."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     if is_lora(args.file):
         if args.to is None:
             raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")
@@ -70,6 +70,7 @@ def convert(args: argparse.Namespace) -> int:
             to=args.to or "hswq",
             producer=args.producer,
             source=args.source,
+            max_shard_bytes=args.shard_bytes,
             progress=progress,
         )
     say(report)

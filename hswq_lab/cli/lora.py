@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
-from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table
+from hswq_lab.cli.common import bar, check_target, finish, load, say, say_written, table
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import convert_lora, merge_loras, save_lora
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def bake(args: argparse.Namespace) -> int:
     """Bakes LoRAs into a copy of a pack; writes it only if all of them arrived."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     loras = [with_strength(text) for text in args.loras]
     pack = load(args.pack, args)
     source = load(args.source, args) if args.source is not None else None
@@ -39,7 +39,7 @@ def bake(args: argparse.Namespace) -> int:
     if passed:
         with bar("writing") as progress:
             hl.save(pack, args.out, progress=progress)
-        say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+        say_written(args.out)
     else:
         say(f"not written, because the verdict is {report.verdict}")
     return finish(args, report, passed=passed)
@@ -47,25 +47,25 @@ def bake(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> int:
     """Writes a LoRA in another dialect."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     model = load(args.model, args)
     save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
     report = hl.load_lora(args.out).report(model)
     say(report)
-    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    say_written(args.out)
     return finish(args, report)
 
 
 def merge(args: argparse.Namespace) -> int:
     """Writes several LoRAs as one of a given rank."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     loras = [(hl.load_lora(path), strength) for path, strength in map(with_strength, args.loras)]
     model = load(args.model, args)
     with bar("merging") as progress:
         merged = merge_loras(loras, model, args.rank, args.to, progress=progress)
     save_lora(args.out, merged.tensors, merged.metadata)
     say(merged.report)
-    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    say_written(args.out)
     return finish(args, merged.report)
 
 

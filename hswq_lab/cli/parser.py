@@ -63,15 +63,16 @@ class _Verbs:
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="OUT", help="the .safetensors file to write")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-
-
-def _output_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, required=True, metavar="OUT", help="the .safetensors file to write"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _shards(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard-bytes", type=int, metavar="N", help="split OUT into parts of about N bytes, with an index"
+    )
 
 
 def _strengths(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +115,7 @@ def _files(verbs: _Verbs) -> None:
     )
     convert.add_argument("file", help="a checkpoint, or a LoRA file")
     _output(convert)
+    _shards(convert)
     convert.add_argument("--to", help="hswq (default) or comfy; for a LoRA: peft, kohya or native")
     convert.add_argument(
         "--producer", help="comfy, modelopt or compressed-tensors, where the file does not tell"
@@ -155,6 +157,7 @@ def _pack(verbs: _Verbs) -> None:
     )
     parser.add_argument("model", help=f"the 16-bit model: {_MODEL}")
     _output(parser)
+    _shards(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--plan", type=Path, metavar="FILE", help="JSON: layer or glob → format")
     where.add_argument("--all", metavar="FORMAT", help="one format for every layer")
@@ -194,7 +197,7 @@ def _bake(verbs: _Verbs) -> None:
     )
     parser.add_argument("pack", help="the pack")
     _strengths(parser)
-    _output_option(parser)
+    _output(parser)
     parser.add_argument("--source", help="the 16-bit model: quantise the layers anew from it")
     parser.add_argument(
         "--effect",
@@ -223,7 +226,7 @@ def _lora(verbs: _Verbs) -> None:
     _strengths(merge)
     merge.add_argument("--rank", type=int, required=True, help="of every module of the result")
     for parser in (convert, merge):
-        _output_option(parser)
+        _output(parser)
         parser.add_argument(
             "--to",
             choices=("peft", "kohya", "native"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
-from hswq_lab.cli.common import bar, finish, load, refuse_to_overwrite, say, table, workers
+from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.cli.common import bar, check_target, finish, load, say, say_written, table, workers
 from hswq_lab.errors import HswqError
 from hswq_lab.quantize.calibrate import observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport
+from hswq_lab.quantize.pack import pack_to_file
 from hswq_lab.quantize.plan import Plan
 
 if TYPE_CHECKING:
@@ -43,16 +45,16 @@ def sensitivity(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace) -> int:
     """Packs a model by the plan that the options describe."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     plan = _plan_of(args)
     model = load(args.model, args)
     with bar("packing") as progress:
-        packed = hl.pack(model, plan, scales=args.scales, progress=progress)
-    with bar("writing") as progress:
-        hl.save(packed, args.out, progress=progress)
-    report = packed.report()
+        written = pack_to_file(
+            model, args.out, plan, args.scales, max_shard_bytes=args.shard_bytes, progress=progress
+        )
+    report = model.with_checkpoint(Checkpoint.open(written), written.name).report()
     say(report)
-    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    say_written(written)
     return finish(args, report)
 
 
@@ -80,7 +82,7 @@ def _pins(texts: Sequence[str]) -> dict[str, str]:
 
 def calibrate(args: argparse.Namespace) -> int:
     """Gives a pack its input_scales and says which layers got none."""
-    refuse_to_overwrite(args.out, force=args.force)
+    check_target(args)
     packed = load(args.pack, args)
     model = load(args.model, args) if args.model is not None else None
     with bar("calibrating") as progress:
@@ -91,5 +93,5 @@ def calibrate(args: argparse.Namespace) -> int:
     for layer in report.unreached:
         say(f"no scale: {layer} was never reached, or only zeros came")
     say(f"{len(report.rows) - len(report.unreached)} of {len(report.rows)} layers have an input_scale")
-    say(f"written: {args.out} ({args.out.stat().st_size:,} bytes)")
+    say_written(args.out)
     return finish(args, report)

@@ -60,6 +60,59 @@ def pack(
         HswqError: a layer is packed already, LoRAs are attached, or the plan or the activations do not fit
             the model.
     """
+    formats, moments, tell = _prepare(model, plan, scales, moments, progress)
+    items = pack_items(
+        model.checkpoint, formats, scales, activations=activations, moments=moments, progress=tell
+    )
+    metadata = pack_metadata(model.checkpoint, plan, scales)
+    packed = Checkpoint.from_mapping(dict(items), metadata, model.checkpoint.prefix)
+    return model.with_checkpoint(packed, name or f"{model.name} ({_summary(formats)})")
+
+
+def pack_to_file(
+    model: Model,
+    path: str | os.PathLike[str],
+    plan: Plan,
+    scales: Scales = "sweep",
+    *,
+    activations: CalibrationReport | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """`pack` from one file to another, layer by layer: the same bytes as saving what `pack` returns.
+
+    Args:
+        model: as for `pack`; one that was read from a file is never in memory as a whole.
+        path: the new file; its folder must exist.
+        plan: as for `pack`.
+        scales: as for `pack`.
+        activations: as for `pack`.
+        moments: as for `pack`.
+        max_shard_bytes: split the output into parts of about this size, with an index.
+        progress: told before every tensor.
+
+    Returns:
+        The file, or the index of a split output.
+
+    Raises:
+        HswqError: as for `pack`, or the file cannot be written; nothing is left behind then.
+    """
+    formats, moments, tell = _prepare(model, plan, scales, moments, progress)
+    source = model.checkpoint
+    items = pack_items(source, formats, scales, activations=activations, moments=moments)
+    metadata = pack_metadata(source, plan, scales)
+    return write(path, items, metadata, source.prefix, tell, source=source, max_shard_bytes=max_shard_bytes)
+
+
+def _prepare(
+    model: Model,
+    plan: Plan,
+    scales: Scales,
+    moments: Mapping[str, LayerMoments] | None,
+    progress: Progress | None,
+) -> tuple[dict[str, LayerFormat], Mapping[str, LayerMoments] | None, Progress]:
+    """What becomes of each layer; moments if GPTQ needs them; the progress of what is left to do."""
     check_model(model)
     if not isinstance(plan, Plan):
         raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
@@ -75,40 +128,7 @@ def pack(
         groups = {layer: group for layer, (form, group) in formats.items() if form == "nvfp4"}
         moments = gather_moments(model, groups, progress=part(tell, 0, 90, 100))
         tell = part(tell, 90, 100, 100)
-    items = pack_items(
-        model.checkpoint, formats, scales, activations=activations, moments=moments, progress=tell
-    )
-    metadata = pack_metadata(model.checkpoint, plan, scales)
-    packed = Checkpoint.from_mapping(dict(items), metadata, model.checkpoint.prefix)
-    return model.with_checkpoint(packed, name or f"{model.name} ({_summary(formats)})")
-
-
-def pack_to_file(
-    checkpoint: Checkpoint,
-    path: str | os.PathLike[str],
-    formats: Mapping[str, LayerFormat],
-    plan: Plan,
-    scales: Scales = "sweep",
-    *,
-    activations: CalibrationReport | None = None,
-    moments: Mapping[str, LayerMoments] | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """`pack` from one file to another, layer by layer: the same bytes as saving what `pack` returns.
-
-    Args:
-        checkpoint: 16-bit.
-        path: the new file.
-        formats: what becomes of each layer, `plan.for_layers(…)`.
-        plan: for the provenance.
-        scales: as for `pack`.
-        activations: as for `pack`.
-        moments: as for `pack`, but "gptq" needs them.
-        progress: told before every tensor.
-    """
-    items = pack_items(checkpoint, formats, scales, activations=activations, moments=moments)
-    metadata = pack_metadata(checkpoint, plan, scales)
-    return write(path, items, metadata, checkpoint.prefix, progress, source=checkpoint)
+    return formats, moments, tell
 
 
 def pack_items(

@@ -135,8 +135,7 @@ class SensitivityState:
             raise HswqError("the target exists already", file=target, fix="choose another name")
         plan = self.plan(nvfp4)
         if self.model.checkpoint.path is not None:
-            formats = plan.for_layers(self.model.layers())
-            return pack_to_file(self.model.checkpoint, target, formats, plan, progress=progress)
+            return pack_to_file(self.model, target, plan, progress=progress)
         packed = make_pack(self.model, plan, progress=part(progress, 0, 50, 100))
         return save(packed, target, progress=part(progress, 50, 100, 100))
 
