@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hswq_lab.lora import load_lora
     from hswq_lab.model import Model
     from hswq_lab.quantize.calibrate import calibrate
+    from hswq_lab.quantize.in_place import module_report, pack_module
     from hswq_lab.quantize.pack import pack
     from hswq_lab.quantize.plan import Plan
     from hswq_lab.quantize.sensitivity import sensitivity
@@ -46,7 +47,9 @@ _HOMES = {
     "load": "loading",
     "load_lora": "lora",
     "local_pool": "executors",
+    "module_report": "quantize.in_place",
     "pack": "quantize",
+    "pack_module": "quantize.in_place",
     "purge": "spec",
     "save": "loading",
     "save_figure": "export",
@@ -73,8 +76,10 @@ __all__ = [
     "load",
     "load_lora",
     "local_pool",
+    "module_report",
     "ops",
     "pack",
+    "pack_module",
     "purge",
     "save",
     "save_figure",

@@ -93,9 +93,10 @@ class Plan(Mapping[str, str]):
                 raise _unmatched(pattern, layers)
         return {layer: layer_format(self.form_of(layer) or KEPT, k) for layer, (_, k) in layers.items()}
 
-    def form_of(self, layer: str) -> str | None:
-        """What the last matching entry says, as it is spelled there; None if no entry matches."""
-        return next((self[pattern] for pattern in reversed(self._formats) if _matches(layer, pattern)), None)
+    def form_of(self, *names: str) -> str | None:
+        """What the last entry that matches any of a layer's names says, as it is spelled there; None without one."""
+        matching = (p for p in reversed(self._formats) if any(_matches(name, p) for name in names))
+        return next((self[pattern] for pattern in matching), None)
 
     def nbytes(self, layers: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of the Linears' weights with all scales, an input_scale for every NVFP4 layer included."""
