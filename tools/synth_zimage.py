@@ -2,6 +2,7 @@
 
     python tools/synth_zimage.py OUT.safetensors --size toy            # all 208 Linears, width 64, 12 MB
     python tools/synth_zimage.py OUT.safetensors --size full           # 12.3 GB, streamed
+    python tools/synth_zimage.py OUT.safetensors --size full --layers 13   # 6.1 GB
     python tools/synth_zimage.py OUT.safetensors --size full --empty   # the header and a hole: no disk space
     python tools/synth_zimage.py FOLDER --size full --layout diffusers # split q, k, v; parts with an index
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,12 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("out", type=Path, help="the file to write, or the folder for --layout diffusers")
     parser.add_argument("--size", choices=SIZES, default="toy")
+    parser.add_argument("--layers", type=int, metavar="N", help="main blocks, other than the size's own")
     parser.add_argument("--layout", choices=("comfy", "diffusers"), default="comfy")
     parser.add_argument("--prefix", default=DEFAULT_PREFIX, help=f"comfy names (default {DEFAULT_PREFIX})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--empty", action="store_true", help="header only, the data are a hole (comfy)")
     args = parser.parse_args(arguments)
     config = SIZES[args.size]
+    if args.layers is not None:
+        config = replace(config, n_layers=args.layers)
     if args.empty and args.layout == "diffusers":
         parser.error("--empty writes one file in the comfy layout")
     try:
