@@ -1,7 +1,7 @@
 """Caption features from a file: prompts for a model whose text encoder is not at hand.
 
 A captions file is safetensors: a prompt → its features [tokens, cap_dim], any float dtype. The empty prompt, which
-guidance leads away from, is stored as "(empty)": the format has no empty names. `tools/encode_captions.py` writes one.
+guidance leads away from, is stored as "(empty)": the format has no empty names. `hswq-lab embed` writes one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 
 from hswq_lab.errors import HswqError
 from hswq_lab.models.companion import Companion
+from hswq_lab.partial import write_whole
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from hswq_lab.vae import VaeCodec
 
 EMPTY = "(empty)"
 
@@ -51,7 +55,7 @@ class CaptionTable:
                 file=self.file,
                 found=prompt or "the empty prompt, which cfg other than 1 needs",
                 expected=f"such as {near[0]!r}" if near and near[0] else None,
-                fix="encode it with tools/encode_captions.py",
+                fix="encode it with hswq-lab embed",
             )
         return self.features[prompt].float()
 
@@ -79,25 +83,36 @@ def load_captions(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def save_captions(path: str | os.PathLike[str], features: Mapping[str, Tensor]) -> Path:
-    """Writes a captions file: prompt → features [tokens, cap_dim]."""
-    save_file({prompt or EMPTY: value.contiguous() for prompt, value in features.items()}, path)
-    return Path(path)
+    """Writes a captions file, whole or not at all: prompt → features [tokens, cap_dim].
+
+    Raises:
+        HswqError: a prompt that the format cannot hold, or the file cannot be written.
+    """
+    for name in (EMPTY, "__metadata__"):
+        if name in features:
+            raise HswqError("a captions file cannot hold this prompt", file=path, found=name)
+    target = Path(path)
+    write_whole(target, to_bytes({prompt or EMPTY: value.contiguous() for prompt, value in features.items()}))
+    return target
 
 
-def caption_companion(path: str | os.PathLike[str], size: tuple[int, int] = (1024, 1024)) -> Companion:
-    """A companion that encodes the prompts of a captions file and has no codec: latents, no pictures.
+def caption_companion(
+    path: str | os.PathLike[str], size: tuple[int, int] = (1024, 1024), vae: VaeCodec | None = None
+) -> Companion:
+    """A companion that encodes the prompts of a captions file.
 
     Args:
         path: of the file.
         size: default picture size in pixels, (height, width).
+        vae: makes pictures of latents; None: there are latents and no pictures.
     """
     features = load_captions(path)
     return Companion(
         name=Path(path).name,
         encode=CaptionTable(str(path), features),
-        codec=None,
+        codec=vae,
         prompts=[prompt for prompt in features if prompt],
         size=size,
-        pixels_per_latent=8,
+        pixels_per_latent=8 if vae is None else vae.pixels_per_latent,
         shift=3.0,
     )

@@ -13,9 +13,11 @@ import tqdm as terminal
 from tqdm import notebook
 
 from hswq_lab.captions import caption_companion
+from hswq_lab.errors import HswqError
 from hswq_lab.loading import load
 from hswq_lab.model import Model
 from hswq_lab.modes import request_from_environment
+from hswq_lab.vae import open_vae
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +36,7 @@ def open_model(
     device: str | torch.device | None = None,
     captions: str | os.PathLike[str] | None = None,
     size: tuple[int, int] = (1024, 1024),
+    vae: str | os.PathLike[str] | None = None,
 ) -> Model:
     """`hl.load` in the mode of HSWQ_ZI_FORCE_PARITY=1 or HSWQ_ZI_FORCE_TC=1; warnings go to stderr.
 
@@ -44,9 +47,10 @@ def open_model(
         device: "cpu", "cuda", …; a GPU if there is one by default.
         captions: a captions file (see `hswq_lab.captions`) for a model whose text encoder is not here.
         size: picture size in pixels for such a model.
+        vae: folder of a VAE (see `hswq_lab.vae`) for such a model, which has no pictures without one.
 
     Raises:
-        HswqError: as `hl.load` and `load_captions`.
+        HswqError: as `hl.load`, `load_captions` and `open_vae`, or a VAE without captions.
     """
     request, ignored = request_from_environment(os.environ)
     if ignored is not None:
@@ -63,7 +67,12 @@ def open_model(
             "with a placeholder scale of 1, which no calibration stands behind: compare with parity before you "
             "believe a picture"
         )
-    return model if captions is None else _with_companion(model, caption_companion(captions, size))
+    if captions is None:
+        if vae is not None:
+            raise HswqError("a VAE is taken together with captions", file=vae, fix="give captions too")
+        return model
+    codec = None if vae is None else open_vae(vae, model.device)
+    return _with_companion(model, caption_companion(captions, size, codec))
 
 
 def _with_companion(model: Model, companion: Companion) -> Model:

@@ -32,7 +32,7 @@ VERBS = [
     "convert",
     "diff",
 ]
-VERBS += ["doctor", "demo", "lab", "lora"]
+VERBS += ["doctor", "demo", "embed", "lab", "lora"]
 
 
 @pytest.fixture(scope="module")

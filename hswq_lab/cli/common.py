@@ -56,7 +56,9 @@ def workers(count: int, device: str = "cpu") -> AbstractContextManager[Executor 
 def load(path: str, args: argparse.Namespace) -> Model:
     """Loads a model in the mode that the environment asks for, with --threads and --device."""
     torch.set_num_threads(args.threads)
-    return open_model(path, args.device)
+    if getattr(args, "captions", None) is None and getattr(args, "vae", None) is None:
+        return open_model(path, args.device)
+    return open_model(path, args.device, args.captions, tuple(args.size), args.vae)
 
 
 def check_target(args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     _sensitivity(verbs)
     _pack(verbs)
     _calibrate(verbs)
+    _embed(verbs)
     _bake(verbs)
     _lora(verbs)
     _compare(verbs)
@@ -90,6 +91,18 @@ def _computing(parser: argparse.ArgumentParser, *, workers: bool = False) -> Non
         )
 
 
+def _prompting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--captions",
+        metavar="FILE",
+        help="prompts from `hswq-lab embed`, for models whose text encoder is not here",
+    )
+    parser.add_argument("--vae", metavar="FOLDER", help="with --captions: the VAE that makes pictures")
+    parser.add_argument(
+        "--size", nargs=2, type=int, default=(1024, 1024), metavar=("H", "W"), help="with --captions: pixels"
+    )
+
+
 def _files(verbs: _Verbs) -> None:
     inspect = verbs.add(
         "inspect", "files", "say what is in a file", "Reads a checkpoint's or a LoRA's header: what is in it."
@@ -145,6 +158,7 @@ def _sensitivity(verbs: _Verbs) -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="JSON to continue from and to keep up to date"
     )
+    _prompting(parser)
     _computing(parser, workers=True)
 
 
@@ -184,6 +198,22 @@ def _calibrate(verbs: _Verbs) -> None:
     parser.add_argument("--model", help="the 16-bit model whose activations count (default: the pack's own)")
     parser.add_argument("--steps", type=int, default=12, help="Euler steps (default 12)")
     parser.add_argument("--headroom", type=float, default=1.0, help="factor on every scale (default 1)")
+    _prompting(parser)
+    _computing(parser)
+
+
+def _embed(verbs: _Verbs) -> None:
+    parser = verbs.add(
+        "embed",
+        "embed",
+        "encode prompts for the real Z-Image",
+        "Writes the caption features of prompts, from the text encoder of a local diffusers folder of Z-Image: what "
+        "--captions of other verbs takes. The empty prompt, which guidance needs, is always added.",
+    )
+    parser.add_argument("folder", help="diffusers folder with tokenizer/ and text_encoder/")
+    _output(parser)
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file, a prompt a line")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
     _computing(parser)
 
 
@@ -208,6 +238,7 @@ def _bake(verbs: _Verbs) -> None:
     parser.add_argument(
         "--allow-baked", action="store_true", help="go on although LoRAs are baked into the pack already"
     )
+    _prompting(parser)
     _computing(parser)
 
 
@@ -257,6 +288,7 @@ def _compare(verbs: _Verbs) -> None:
     parser.add_argument("--prompt", help="one prompt for every seed (default: the model's own)")
     parser.add_argument("--steps", type=int, default=12, help="Euler steps (default 12)")
     parser.add_argument("--cfg", type=float, default=2.5, help="guidance scale (default 2.5)")
+    _prompting(parser)
     _computing(parser, workers=True)
 
 
@@ -274,6 +306,7 @@ def _bench(verbs: _Verbs) -> None:
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="values of M")
     parser.add_argument("--steps", type=int, default=12, help="with models: Euler steps (default 12)")
     parser.add_argument("--repeats", type=int, help="timed calls (default 20; 3 with models)")
+    _prompting(parser)
     _computing(parser)
 
 
