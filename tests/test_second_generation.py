@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_state import weight_bytes
 
 import hswq_lab as hl
 from hswq_lab import spec
-from hswq_lab.formats import PackedWeight, group_for
+from hswq_lab.formats import group_for
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.model import Model
 from hswq_lab.packing import pack_weight
@@ -66,22 +67,6 @@ def toy_picture(model: Model) -> torch.Tensor:
     return model.generate(caption, seed=7, steps=STEPS, cfg=1.0, size=(32, 32)).latents
 
 
-def weights(model: Model) -> dict[str, bytes]:
-    """Every byte of every Linear, branches' factors included."""
-
-    def raw(tensor: torch.Tensor) -> bytes:
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    found = {}
-    for name, layer in model.linears().items():
-        value = layer.weight
-        parts = value.disk_tensors().values() if isinstance(value, PackedWeight) else [value]
-        found[name] = b"".join(raw(part) for part in parts)
-        if layer.branches is not None:
-            found[name] += b"".join(raw(part) for part in layer.branches.buffers())
-    return found
-
-
 def test_86_nvfp4_and_94_int8_layers_twice_with_a_purge_between(toy_pack, toy_lora) -> None:
     pack = hl.load(toy_pack)
     plain = toy_picture(pack)
@@ -92,7 +77,7 @@ def test_86_nvfp4_and_94_int8_layers_twice_with_a_purge_between(toy_pack, toy_lo
         counts = report.kind(kind)
         assert (counts.unrotated, counts.rerotated, counts.rotated) == (count, count, count)
         assert counts.verdict == "OK"
-    first, baked = toy_picture(pack), weights(pack)
+    first, baked = toy_picture(pack), weight_bytes(pack)
     assert not torch.equal(first, plain)
 
     cached = pack.spec()  # what a sweep over seeds would keep in this process
@@ -107,7 +92,7 @@ def test_86_nvfp4_and_94_int8_layers_twice_with_a_purge_between(toy_pack, toy_lo
     assert second.log_line == line
     assert second.to_dict() == report.to_dict()
     assert torch.equal(toy_picture(pack), first)
-    assert weights(pack) == baked
+    assert weight_bytes(pack) == baked
     assert torch.equal(toy_picture(cached.model()), first), "a worker's model, built anew from files, too"
     hl.purge(pack)
 
