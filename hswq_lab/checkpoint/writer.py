@@ -21,6 +21,7 @@ from hswq_lab.checkpoint.markers import (
     metadata_json,
     same_meaning,
 )
+from hswq_lab.checkpoint.memory import give_back_freed
 from hswq_lab.checkpoint.prefixes import Naming
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from hswq_lab.checkpoint.checkpoint import Checkpoint
     from hswq_lab.checkpoint.slots import Value
 
-SMALL_BYTES = (
-    256  # scales and markers up to this size are gathered at the end of the file, to be read at one go
-)
+# Scales and markers up to this size are gathered at the end of the file, to be read at one go.
+SMALL_BYTES = 256
+LARGE_BYTES = 2**20  # what is worth tidying up after
 
 
 def write(
@@ -101,6 +102,9 @@ def _counted(
     for done, (name, value) in enumerate(items, start=1):
         progress(min(done - 1, total), total, name)
         yield name, value
+        if value.nbytes > LARGE_BYTES:
+            del value
+            give_back_freed()
     progress(total or done, total or done, "written")
 
 
