@@ -139,17 +139,17 @@ def test_100_cycles_leave_no_trace_in_bytes_or_in_memory(tiny_pack: Model, how: 
     }
     lora = lora_from_tensors(factors, name="style")
     tiny_pack.network()
-    pristine = weights(tiny_pack)
+    pristine = weight_bytes(tiny_pack)
     early = 0, 0
     for cycle in range(100):
         tiny_pack.attach(lora, 0.5 + cycle / 100, how)
         if cycle % 25 == 0:
-            assert weights(tiny_pack)[layer] != pristine[layer]
+            assert weight_bytes(tiny_pack)[layer] != pristine[layer]
         tiny_pack.detach(lora)
         if cycle == 9:
             early = live_tensors()
     count, size = live_tensors()
     assert count <= early[0]
     assert size <= early[1]
-    assert weights(tiny_pack) == pristine
+    assert weight_bytes(tiny_pack) == pristine
     assert tiny_pack.loras == []
