@@ -44,6 +44,29 @@ Nvfp4 nvfp4(const PyNvfp4& w) {
     return {at<const uint8_t>(codes), at<const uint8_t>(scales), rows, cols};
 }
 
+// (kind, dense matrix or just its sizes, rotation group, codes or q, scales of NVFP4, scale, one scale in
+// all)
+using PyWeight = std::tuple<int, PyMatrix, int, Address, Address, Address, bool>;
+// (address of left, address of down or 0, rank)
+using PyDelta = std::tuple<Address, Address, int64_t>;
+
+Weight weight(const PyWeight& w) {
+    const auto [kind, dense, group, codes, scales, scale, scalar_scale] = w;
+    return {static_cast<WeightKind>(kind),
+            matrix(dense),
+            group,
+            at<const uint8_t>(codes),
+            at<const uint8_t>(scales),
+            at<const int8_t>(codes),
+            at<const float>(scale),
+            scalar_scale};
+}
+
+Delta delta(const PyDelta& d, int64_t cols) {
+    const auto [left, down, rank] = d;
+    return {at<const float>(left), at<const float>(down), rank, cols};
+}
+
 void check(Status status) {
     if (status == Status::no_memory) throw std::bad_alloc();
     if (status != Status::ok) throw std::invalid_argument(status_message(status));
@@ -91,6 +114,22 @@ void dequantize_int8_(int threads, Address q, Address scale, bool scalar_scale, 
                       const PyMatrix& y) {
     check(dequantize_int8(threads, at<const int8_t>(q), at<const float>(scale), scalar_scale, group,
                           mutable_matrix(y)));
+}
+
+void bake_(int threads, const PyWeight& from, const PyDelta& change, uint64_t seed, Address codes,
+           Address scales, Address amax) {
+    const Weight w = weight(from);
+    check(bake(threads,
+               {w, delta(change, w.dense.cols), seed, at<uint8_t>(codes), at<uint8_t>(scales),
+                at<int8_t>(codes), at<float>(scales)},
+               at<float>(amax)));
+}
+
+void change_sums_(int threads, const PyWeight& before, const PyWeight& after, const PyDelta& change,
+                  const PyMatrix& source, Address totals) {
+    const Weight w = weight(before);
+    check(change_sums(threads, {w, weight(after), delta(change, w.dense.cols), matrix(source), nullptr},
+                      at<double>(totals)));
 }
 
 void swizzle_(Address linear, int64_t rows, int64_t cols, Address swizzled) {
@@ -173,6 +212,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("dequantize", &dequantize_, without_gil);
     m.def("quantize_int8", &quantize_int8_, without_gil);
     m.def("dequantize_int8", &dequantize_int8_, without_gil);
+    m.def("bake", &bake_, without_gil);
+    m.def("change_sums", &change_sums_, without_gil);
     m.def("swizzle", &swizzle_, without_gil);
     m.def("unswizzle", &unswizzle_, without_gil);
     m.def("fp4_gemm", &fp4_gemm_, without_gil);

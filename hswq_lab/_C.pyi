@@ -11,13 +11,16 @@ def hardware_isa() -> str: ...
 def limit_isa(name: str) -> None: ...
 def has_w4() -> bool: ...
 
-# The kernels take thread counts, addresses, sizes and flags; `hswq_lab._cpu_ops` is their one caller.
+# The kernels take thread counts, addresses, sizes and flags; `hswq_lab._cpu_ops` calls them,
+# and `hswq_lab._cpu_bake` the two for baking.
 amax: Callable[..., None]
 rotate: Callable[..., None]
 quantize: Callable[..., None]
 dequantize: Callable[..., None]
 quantize_int8: Callable[..., None]
 dequantize_int8: Callable[..., None]
+bake: Callable[..., None]
+change_sums: Callable[..., None]
 swizzle: Callable[..., None]
 unswizzle: Callable[..., None]
 fp4_gemm: Callable[..., None]

@@ -30,7 +30,7 @@ from hswq_lab.lora import (
     total_bias,
     total_delta,
 )
-from hswq_lab.lora.evidence import Measured
+from hswq_lab.lora.evidence import Baked
 from hswq_lab.lora.targets import unpacked
 
 Way = Literal["branch", "bake", "bake_from_source"]
@@ -287,9 +287,7 @@ class Attachments(Sequence[Attachment]):
                 return weight
         return None
 
-    def _put(
-        self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]
-    ) -> Measured:
+    def _put(self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]) -> Baked:
         how = self._baked()[0][0].how
         source = self._source_of(layer, how)
         source = None if source is None else source.to(value.device)

@@ -152,6 +152,11 @@ def requantize(packed: PackedWeight, w: Tensor, seed: int, *, name: str | None =
     return changed
 
 
+def outgrows(packed: Nvfp4Weight, amax: float) -> bool:
+    """Whether the tensor scale does not suffice for (rotated) values up to `amax`; so it is where amax is no number."""
+    return not math.isfinite(amax) or _too_small(packed.scale, torch.tensor(amax) / 2688.0)
+
+
 def layer_seed(name: str) -> int:
     """The seed of a layer's stochastic rounding: CRC-32 of its name in UTF-8."""
     return zlib.crc32(name.encode())
@@ -174,11 +179,16 @@ def _requantize_nvfp4(packed: Nvfp4Weight, w: Tensor, seed: int) -> Nvfp4Weight:
         ops.unswizzle(new_scales.view(torch.uint8), w.shape[0], -(-w.shape[1] // BLOCK)) == _LARGEST_SCALE
     )
     needed = ops.tensor_scale(_rotated(w[largest.any(dim=1)], packed.group))
-    if needed * E4M3_MAX > scale * _LARGEST_RATIO:
-        while needed * E4M3_MAX > scale * _LARGEST_RATIO:
+    if _too_small(scale, needed):
+        while _too_small(scale, needed):
             scale, scales = 2 * scale, encode_e4m3(decode_e4m3(scales) / 2)
         codes, new_scales = ops.requantize_nvfp4(w.float(), scale, scales, seed, packed.group)
     return replace(packed, codes=codes, scales=new_scales, scale=scale)
+
+
+def _too_small(scale: Tensor, needed: Tensor) -> bool:
+    """Whether the block scales that go with a tensor scale would have to be more than 448."""
+    return bool(needed * E4M3_MAX > scale * _LARGEST_RATIO)
 
 
 def _rotated(w: Tensor, group: int | None) -> Tensor:

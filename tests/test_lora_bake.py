@@ -8,19 +8,20 @@ import pytest
 import torch
 from lora_dialects import DIALECTS, LAYERS, D, logical
 
-from hswq_lab import packing
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Int8Weight, Nvfp4Weight
 from hswq_lab.lora import (
     BakeReport,
     LayerDelta,
+    bake,
     bake_bias,
     bake_from_source,
     bake_in_place,
     lora_from_tensors,
     rounding,
 )
-from hswq_lab.lora.evidence import Measured, measure
+from hswq_lab.lora.change import Change
+from hswq_lab.lora.evidence import Baked, measure
 from hswq_lab.lora.parts import LowRank
 from hswq_lab.lora.rounding import round_stochastic
 from hswq_lab.lora.rows import keep_rows
@@ -216,8 +217,8 @@ def test_a_rotated_int8_layer_stays_rotated_row_wise_and_as_accurate():
 
 def test_a_fused_qkv_is_requantised_once_for_its_three_deltas(monkeypatch):
     calls = []
-    original = packing.requantize
-    monkeypatch.setattr(packing, "requantize", lambda *a, **k: calls.append(1) or original(*a, **k))
+    original = bake.bake
+    monkeypatch.setattr(bake, "bake", lambda *a, **k: calls.append(1) or original(*a, **k))
     modules = logical([NAME], lambda _: 4, lambda _: 1.0)
     delta = lora_from_tensors(*DIALECTS["5 kohya split"](modules)).deltas(LAYERS)[NAME]
     w = _source(3 * D, D)
@@ -299,8 +300,8 @@ def test_sources_that_cannot_be_meant_are_refused():
 # -- verdicts -------------------------------------------------------------------------------------------
 
 
-def _measured(before, after, total, w=None) -> Measured:
-    return Measured(NAME, "bake", before, after, _values(before), total, (total != 0).any(1), w, "")
+def _baked(before, after, total) -> Baked:
+    return Baked(NAME, "bake", before, after, Change(total), None, "")
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "int8_tensorwise"])
@@ -310,7 +311,7 @@ def test_the_evidence_sees_a_delta_that_was_added_without_unrotating(form):
     total = _delta(0.1, w).dense()
     stored = dequantize(replace(pack, group=None))  # the values as stored, taken for unrotated ones
     wrong = replace(pack_weight(stored + total, form, None), group=256)
-    evidence = measure(_measured(pack, wrong, total))
+    evidence = measure(_baked(pack, wrong, total))
     assert evidence.unrotated is False
     assert evidence.verdict == "MISMATCH"
     assert abs(evidence.retained) < 0.3
@@ -323,17 +324,17 @@ def test_the_evidence_sees_a_result_that_was_not_rotated_again(form):
     pack = pack_weight(w, form, 256)
     total = _delta(0.1, w).dense()
     not_again = replace(pack_weight(dequantize(pack) + total, form, None), group=256)
-    evidence = measure(_measured(pack, not_again, total))
+    evidence = measure(_baked(pack, not_again, total))
     assert evidence.rerotated is False
     assert evidence.verdict == "MISMATCH"
     lost_its_flag = pack_weight(dequantize(pack) + total, form, None)
-    assert measure(_measured(pack, lost_its_flag, total)).verdict == "MISMATCH"
+    assert measure(_baked(pack, lost_its_flag, total)).verdict == "MISMATCH"
 
 
 def test_the_evidence_sees_that_nothing_arrived_and_names_what_would_be_exact():
     w = _source()
     pack = pack_weight(w, "nvfp4", 256)
-    evidence = measure(_measured(pack, pack, _delta(0.01, w).dense()))
+    evidence = measure(_baked(pack, pack, _delta(0.01, w).dense()))
     assert evidence.verdict == "MISSING"
     assert "branch is exact" in evidence.warning
     report = BakeReport([evidence], ("x ×1 (bake)",))
@@ -346,7 +347,7 @@ def test_a_small_share_is_warned_about_beyond_its_error_only():
     w = _source()
     pack = pack_weight(w, "nvfp4", 256)
     total = _delta(0.1, w).dense()
-    half = measure(_measured(pack, bake_in_place(pack, [(_delta(0.05, w), 1.0)], NAME)[0], total))
+    half = measure(_baked(pack, bake_in_place(pack, [(_delta(0.05, w), 1.0)], NAME)[0], total))
     assert half.retained == pytest.approx(0.5, abs=0.05)
     assert "of the delta arrived" in half.warning
     assert "baking from the source" in half.warning

@@ -55,6 +55,13 @@ int64_t scales_bytes(int64_t rows, int64_t cols) {
     return ceil_to(rows, 128) * ceil_to(ceil_to(cols, 16) / 16, 4);
 }
 
+// Zeros in what no kernel writes: scales beyond the matrix, and rows of codes.
+void clear_padding(int64_t rows, int64_t cols, uint8_t* codes, uint8_t* scales) {
+    const int64_t bytes = ceil_to(cols, 16) / 2;
+    std::memset(scales, 0, std::size_t(scales_bytes(rows, cols)));
+    std::memset(codes + rows * bytes, 0, std::size_t((ceil_to(rows, 16) - rows) * bytes));
+}
+
 template <class F>
 Status guarded(F&& body) {
     try {
@@ -127,11 +134,10 @@ Status rotate(int threads, const Matrix& x, int group, const MutableMatrix& y) {
 
 Status quantize(int threads, const QuantizeJob& job, int64_t* clipped) {
     if (!group_fits(job.group, job.x.cols)) return Status::bad_group;
-    const int64_t rows = job.x.rows, bytes = ceil_to(job.x.cols, 16) / 2;
+    const int64_t rows = job.x.rows;
     return guarded([&] {
         const Kernels& k = kernels();
-        std::memset(job.scales, 0, std::size_t(scales_bytes(rows, job.x.cols)));
-        std::memset(job.codes + rows * bytes, 0, std::size_t((ceil_to(rows, 16) - rows) * bytes));
+        clear_padding(rows, job.x.cols, job.codes, job.scales);
         std::atomic<int64_t> total{0};
         const int64_t cost = job.method == Method::rtn ? 4 : 64;
         parallel_for(threads, rows, 1, rows * job.x.cols * cost,
@@ -176,6 +182,41 @@ Status dequantize_int8(int threads, const int8_t* q, const float* scale, bool sc
         parallel_for(threads, y.rows, 1, y.rows * y.cols * 2, [&](int64_t begin, int64_t end) {
             k.dequantize_int8(q, scale, scalar, group, y, begin, end);
         });
+    });
+}
+
+Status bake(int threads, const BakeJob& job, float* amax) {
+    const int64_t rows = job.from.dense.rows, cols = job.from.dense.cols;
+    if (!group_fits(job.from.group, cols)) return Status::bad_group;
+    const bool int8 = job.from.kind == WeightKind::int8;
+    return guarded([&] {
+        const Kernels& k = kernels();
+        if (!int8) clear_padding(rows, cols, job.codes, job.scales);
+        std::atomic<int32_t> most{0};
+        parallel_for(threads, rows, kPanelRows, rows * cols * (8 + job.delta.rank / 4),
+                     [&](int64_t begin, int64_t end) {
+                         const int32_t found = (int8 ? k.bake_int8 : k.bake_nvfp4)(job, begin, end);
+                         int32_t known = most;
+                         while (known < found && !most.compare_exchange_weak(known, found)) {
+                         }
+                     });
+        const int32_t found = most;
+        std::memcpy(amax, &found, sizeof found);
+    });
+}
+
+Status change_sums(int threads, ChangeJob job, double* totals) {
+    const int64_t rows = job.before.dense.rows, cols = job.before.dense.cols;
+    if (!group_fits(job.before.group, cols) || !group_fits(job.after.group, cols)) return Status::bad_group;
+    return guarded([&] {
+        const Kernels& k = kernels();
+        std::vector<double> sums(static_cast<std::size_t>(rows * kChangeSums));
+        job.sums = sums.data();
+        parallel_for(threads, rows, kPanelRows, rows * cols * (8 + job.delta.rank / 4),
+                     [&](int64_t begin, int64_t end) { k.change_sums(job, begin, end); });
+        std::fill(totals, totals + kChangeSums, 0.0);
+        // In the order of the rows, whatever thread did them: the same sums on any number of threads.
+        for (std::size_t i = 0; i < sums.size(); ++i) totals[i % kChangeSums] += sums[i];
     });
 }
 

@@ -20,6 +20,11 @@ Status dequantize(int threads, const Nvfp4& w, float tensor_scale, int group, co
 Status quantize_int8(int threads, Int8Job job);
 Status dequantize_int8(int threads, const int8_t* q, const float* scale, bool scalar, int group,
                        const MutableMatrix& y);
+// `amax` becomes the largest magnitude that was rounded: NaN or infinity where the changed weight is not
+// finite. The outputs are of the packed kind of job.from.
+Status bake(int threads, const BakeJob& job, float* amax);
+// `totals` [kChangeSums], over all rows; job.sums is not read.
+Status change_sums(int threads, ChangeJob job, double* totals);
 Status swizzle(const uint8_t* linear, int64_t rows, int64_t cols, uint8_t* swizzled);
 Status unswizzle(const uint8_t* swizzled, int64_t rows, int64_t cols, uint8_t* linear);
 Status fp4_gemm(int threads, const Nvfp4& x, const Nvfp4& w, const Epilogue& e);

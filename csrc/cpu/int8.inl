@@ -23,28 +23,41 @@ inline void encode_int8(const float* v, float scale, const float* u, int8_t* out
     for (int i = 0; i < kChunk; ++i) out[i] = int8_t(codes[i]);
 }
 
-inline float int8_scale(const Int8Job& job, int64_t row) {
-    if (job.scalar_scale) return *job.scale;
-    const float amax = float_of(row_amax(job.w, row, job.group));
+// `amax` is the largest magnitude of the (rotated) row.
+inline float int8_scale(const Int8Job& job, int64_t row, float amax) {
     if (job.keep_scales) return amax / job.scale[row] > 127.5f ? amax / 127.0f : job.scale[row];
     return (amax < 1e-6f ? 1e-6f : amax) / 127.0f;
 }
 
-void quantize_int8(const Int8Job& job, int64_t begin, int64_t end) {
-    alignas(64) float v[kChunk], u[kChunk];
+// Rounds one chunk of rotated values.
+inline void quantize_int8_chunk(const Int8Job& job, int64_t row, int64_t col, float scale, const float* v) {
+    alignas(64) float u[kChunk];
     int8_t q[kChunk];
+    const int64_t n = chunk_size(job.w.cols, col);
+    if (job.stochastic) uniform(job.seed, uint64_t(row * job.w.cols + col), int(n), u);
+    if (job.stochastic) __builtin_memset(u + n, 0, size_t(kChunk - n) * 4);
+    encode_int8(v, scale, job.stochastic ? u : nullptr, q);
+    __builtin_memcpy(job.q + row * job.w.cols + col, q, size_t(n));
+}
+
+void quantize_int8(const Int8Job& job, int64_t begin, int64_t end) {
+    alignas(64) float v[kChunk];
     for (int64_t row = begin; row < end; ++row) {
-        const float scale = int8_scale(job, row);
-        if (!job.scalar_scale) job.scale[row] = scale;
+        float scale = *job.scale;
+        if (!job.scalar_scale) {
+            scale = int8_scale(job, row, float_of(row_amax(job.w, row, job.group)));
+            job.scale[row] = scale;
+        }
         for (int64_t col = 0; col < job.w.cols; col += kChunk) {
             load_chunk(job.w, row, col, job.group, v);
-            const int64_t n = chunk_size(job.w.cols, col);
-            if (job.stochastic) uniform(job.seed, uint64_t(row * job.w.cols + col), int(n), u);
-            if (job.stochastic) __builtin_memset(u + n, 0, size_t(kChunk - n) * 4);
-            encode_int8(v, scale, job.stochastic ? u : nullptr, q);
-            __builtin_memcpy(job.q + row * job.w.cols + col, q, size_t(n));
+            quantize_int8_chunk(job, row, col, scale, v);
         }
     }
+}
+
+// The n values of a row's codes.
+inline void decode_int8(const int8_t* q, float scale, int64_t n, float* v) {
+    for (int64_t i = 0; i < n; ++i) v[i] = float(q[i]) * scale;
 }
 
 void dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group, const MutableMatrix& y,
@@ -53,9 +66,8 @@ void dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group
     for (int64_t row = begin; row < end; ++row) {
         const float s = scale[scalar ? 0 : row];
         for (int64_t col = 0; col < y.cols; col += kChunk) {
-            const int64_t n = chunk_size(y.cols, col);
-            for (int64_t i = 0; i < n; ++i) v[i] = float(q[row * y.cols + col + i]) * s;
-            if (group != 0) rotate_chunk(v, group);
+            decode_int8(q + row * y.cols + col, s, chunk_size(y.cols, col), v);
+            rotate_chunk(v, group);
             store_chunk(y, row, col, v);
         }
     }

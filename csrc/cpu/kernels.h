@@ -59,6 +59,62 @@ struct Int8Job {
     int8_t* q;  // [rows, cols], dense
 };
 
+enum class WeightKind : int { dense = 0, nvfp4 = 1, int8 = 2 };
+
+// A weight in any form. `dense` gives rows and columns; its data are read for the dense kind only.
+struct Weight {
+    WeightKind kind;
+    Matrix dense;
+    int group;              // the packed kinds' rotation; 0: none
+    const uint8_t* codes;   // NVFP4
+    const uint8_t* scales;  // NVFP4, swizzled
+    const int8_t* q;        // INT8 [rows, cols]
+    const float* scale;     // NVFP4: the tensor's; INT8: the rows', or one in all
+    bool scalar_scale;
+};
+
+// What is added to an unrotated weight [rows, cols]: left [rows, rank] times down [rank, cols], or left
+// itself, [rows, cols = rank], where down is null.
+struct Delta {
+    const float* left;
+    const float* down;
+    int64_t rank, cols;
+};
+
+struct BakeJob {
+    Weight from;
+    Delta delta;
+    uint64_t seed;
+    uint8_t* codes;  // NVFP4
+    uint8_t* scales;
+    int8_t* q;  // INT8
+    float* row_scale;
+};
+
+// Sums over a row of W, the weight before, C its change, D the delta, S a source: see lora/change.py.
+enum : int {
+    kTouched,
+    kCC,
+    kCD,
+    kDD,
+    kWW,
+    kWD,
+    kMissed,
+    kCRotated,
+    kErrorBefore,
+    kSource,
+    kErrorAfter,
+    kSourceAfter,
+    kChangeSums
+};
+
+struct ChangeJob {
+    Weight before, after;
+    Delta delta;
+    Matrix source;  // data null without one
+    double* sums;   // [rows, kChangeSums]
+};
+
 // How sums become Y [x rows, w rows]: fp4: sum * alpha + bias in fp64; otherwise sum * (x_scale * w_scale) +
 // bias in fp32, with one number a row of x (null: `alpha`) and one a row of w (null: none).
 struct Epilogue {
@@ -106,6 +162,10 @@ struct Kernels {
     void (*quantize_int8)(const Int8Job& job, int64_t begin, int64_t end);
     void (*dequantize_int8)(const int8_t* q, const float* scale, bool scalar, int group,
                             const MutableMatrix& y, int64_t begin, int64_t end);
+    // Both return the bits of the largest magnitude that was rounded (a NaN is above all).
+    int32_t (*bake_nvfp4)(const BakeJob& job, int64_t begin, int64_t end);
+    int32_t (*bake_int8)(const BakeJob& job, int64_t begin, int64_t end);
+    void (*change_sums)(const ChangeJob& job, int64_t begin, int64_t end);
     Fp4Gemm fp4;
     Int8Gemm int8;
     W4Gemm w4;

@@ -18,6 +18,7 @@ namespace {
 #include "cpu/philox.inl"
 #include "cpu/nvfp4.inl"
 #include "cpu/int8.inl"
+#include "cpu/bake.inl"
 #include "cpu/epilogue.inl"
 #if defined(__AMX_TILE__)
 #include "cpu/gemm_amx.inl"
@@ -36,6 +37,9 @@ extern const Kernels HSWQ_KERNELS = {
     dequantize,
     quantize_int8,
     dequantize_int8,
+    bake_nvfp4,
+    bake_int8,
+    change_sums,
     {fp4_packed_bytes, fp4_pack, fp4_multiply},
     {int8_packed_bytes, int8_pack, int8_multiply},
     kW4,

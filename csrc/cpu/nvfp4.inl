@@ -209,36 +209,41 @@ inline void encode_chunk(const float* v, float s, const int32_t* scale_codes, co
     }
 }
 
-int64_t quantize(const QuantizeJob& job, int64_t begin, int64_t end) {
-    alignas(64) float v[kChunk], u[kChunk], h[kChunk];
+// Rounds one chunk of rotated values; returns how many blocks the tensor scale clips.
+inline int quantize_chunk(const QuantizeJob& job, int64_t row, int64_t col, const float* v) {
+    alignas(64) float u[kChunk], h[kChunk];
     alignas(64) int32_t amax[kBlocks], codes[kBlocks];
     uint8_t packed[kChunk / 2];
-    const Matrix& x = job.x;
-    const int64_t bytes = ceil_to(x.cols, 16) / 2, tiles = (ceil_to(x.cols, 16) / kBlock + 3) / 4;
+    const int64_t cols = job.x.cols, padded = ceil_to(cols, 16), tiles = (padded / kBlock + 3) / 4;
+    const int64_t n = chunk_size(cols, col), blocks = (n + kBlock - 1) / kBlock, first = col / kBlock;
+    block_amax(v, amax);
+    const int clipped = plain_scale_codes(amax, job.tensor_scale, 1.0f, codes);
+    if (job.importance) {
+        __builtin_memset(h, 0, sizeof h);
+        __builtin_memcpy(h, job.importance + col, size_t(n) * 4);
+    }
+    const float* importance = job.importance ? h : nullptr;
+    if (job.method == Method::sweep) sweep_codes(v, job.tensor_scale, importance, codes);
+    if (job.method == Method::four_six) four_six_codes(v, amax, job.tensor_scale, importance, codes);
+    for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t at = scale_offset(row, first + i, tiles);
+        if (job.kept_scales && job.kept_scales[at] > codes[i]) codes[i] = job.kept_scales[at];
+        job.scales[at] = uint8_t(codes[i]);
+    }
+    if (job.stochastic) uniform(job.seed, uint64_t(row * cols + col), int(n), u);
+    if (job.stochastic) __builtin_memset(u + n, 0, size_t(kChunk - n) * 4);
+    encode_chunk(v, job.tensor_scale, codes, job.stochastic ? u : nullptr, packed);
+    __builtin_memcpy(job.codes + row * padded / 2 + col / 2, packed, size_t(blocks) * 8);
+    return clipped;
+}
+
+int64_t quantize(const QuantizeJob& job, int64_t begin, int64_t end) {
+    alignas(64) float v[kChunk];
     int64_t clipped = 0;
     for (int64_t row = begin; row < end; ++row) {
-        for (int64_t col = 0; col < x.cols; col += kChunk) {
-            load_chunk(x, row, col, job.group, v);
-            block_amax(v, amax);
-            clipped += plain_scale_codes(amax, job.tensor_scale, 1.0f, codes);
-            const int64_t n = chunk_size(x.cols, col), blocks = (n + kBlock - 1) / kBlock,
-                          first = col / kBlock;
-            if (job.importance) {
-                __builtin_memset(h, 0, sizeof h);
-                __builtin_memcpy(h, job.importance + col, size_t(n) * 4);
-            }
-            const float* importance = job.importance ? h : nullptr;
-            if (job.method == Method::sweep) sweep_codes(v, job.tensor_scale, importance, codes);
-            if (job.method == Method::four_six) four_six_codes(v, amax, job.tensor_scale, importance, codes);
-            for (int64_t i = 0; i < blocks; ++i) {
-                const int64_t at = scale_offset(row, first + i, tiles);
-                if (job.kept_scales && job.kept_scales[at] > codes[i]) codes[i] = job.kept_scales[at];
-                job.scales[at] = uint8_t(codes[i]);
-            }
-            if (job.stochastic) uniform(job.seed, uint64_t(row * x.cols + col), int(n), u);
-            if (job.stochastic) __builtin_memset(u + n, 0, size_t(kChunk - n) * 4);
-            encode_chunk(v, job.tensor_scale, codes, job.stochastic ? u : nullptr, packed);
-            __builtin_memcpy(job.codes + row * bytes + col / 2, packed, size_t(blocks) * 8);
+        for (int64_t col = 0; col < job.x.cols; col += kChunk) {
+            load_chunk(job.x, row, col, job.group, v);
+            clipped += quantize_chunk(job, row, col, v);
         }
     }
     return clipped;
@@ -260,17 +265,22 @@ inline void decode_block(const uint8_t* codes, float factor, float* out) {
 #endif
 }
 
+// The stored values of columns col .. col + 255 of a row, up to the end of its last block.
+inline void decode_chunk(const Nvfp4& w, float s, int64_t row, int64_t col, float* v) {
+    const int64_t bytes = ceil_to(w.cols, 16) / 2, tiles = (ceil_to(w.cols, 16) / kBlock + 3) / 4;
+    const int64_t blocks = (chunk_size(w.cols, col) + kBlock - 1) / kBlock;
+    for (int64_t i = 0; i < blocks; ++i) {
+        const float c = kE4m3.value[w.scales[scale_offset(row, col / kBlock + i, tiles)]];
+        decode_block(w.codes + row * bytes + col / 2 + 8 * i, s * c, v + kBlock * i);
+    }
+}
+
 void dequantize(const Nvfp4& w, float s, int group, const MutableMatrix& y, int64_t begin, int64_t end) {
     alignas(64) float v[kChunk];
-    const int64_t bytes = ceil_to(w.cols, 16) / 2, tiles = (ceil_to(w.cols, 16) / kBlock + 3) / 4;
     for (int64_t row = begin; row < end; ++row) {
         for (int64_t col = 0; col < w.cols; col += kChunk) {
-            const int64_t blocks = (chunk_size(w.cols, col) + kBlock - 1) / kBlock;
-            for (int64_t i = 0; i < blocks; ++i) {
-                const float c = kE4m3.value[w.scales[scale_offset(row, col / kBlock + i, tiles)]];
-                decode_block(w.codes + row * bytes + col / 2 + 8 * i, s * c, v + kBlock * i);
-            }
-            if (group != 0) rotate_chunk(v, group);
+            decode_chunk(w, s, row, col, v);
+            rotate_chunk(v, group);
             store_chunk(y, row, col, v);
         }
     }

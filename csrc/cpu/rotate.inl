@@ -123,18 +123,28 @@ void rotate(const Matrix& x, int group, const MutableMatrix& y, int64_t begin, i
     }
 }
 
+// The larger magnitudes, lane by lane, as bits.
+inline vi larger_magnitudes(vi most, const float* v) {
+    for (int i = 0; i < kChunk; i += kLanes) most = max(most, bits(load(v + i)) & kMagnitude);
+    return most;
+}
+
+inline int32_t largest_lane(vi most) {
+    int32_t lanes[kLanes], result = 0;
+    store(lanes, most);
+    for (int i = 0; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
+    return result;
+}
+
 // The bits of the largest magnitude of a row after rotation.
 inline int32_t row_amax(const Matrix& x, int64_t row, int group) {
     alignas(64) float v[kChunk];
     vi most{};
     for (int64_t col = 0; col < x.cols; col += kChunk) {
         load_chunk(x, row, col, group, v);
-        for (int i = 0; i < kChunk; i += kLanes) most = max(most, bits(load(v + i)) & kMagnitude);
+        most = larger_magnitudes(most, v);
     }
-    int32_t lanes[kLanes], result = 0;
-    store(lanes, most);
-    for (int i = 0; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
-    return result;
+    return largest_lane(most);
 }
 
 void amax_rows(const Matrix& x, int group, float* amax, int64_t begin, int64_t end) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast, get_args
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hswq_lab import packing
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import Fp8Weight, Method, Nvfp4Weight, PackedWeight
+from hswq_lab.formats import Fp8Weight, Method, Nvfp4Weight
+from hswq_lab.lora.change import Change, Weight, bake
 from hswq_lab.lora.delta import LayerDelta
-from hswq_lab.lora.evidence import LayerEvidence, Measured, measure
+from hswq_lab.lora.evidence import Baked, LayerEvidence, measure
+from hswq_lab.lora.parts import LowRank
 from hswq_lab.lora.rounding import round_stochastic
-from hswq_lab.lora.rows import keep_rows
 from hswq_lab.lora.targets import unpacked
 
-Weight: TypeAlias = Tensor | PackedWeight
 Weighted: TypeAlias = Sequence[tuple[LayerDelta, float]]
 """Deltas of one layer with their strengths."""
 
@@ -38,6 +38,33 @@ def total_delta(deltas: Weighted, weight: Tensor, norms_of: Tensor | None = None
     return total
 
 
+def change_of(
+    deltas: Weighted, shape: tuple[int, int], weight: Callable[[], Tensor], norms_of: Tensor | None = None
+) -> Change:
+    """Σ strength · ΔW of a layer: as factors where all deltas are low-rank, else as a whole.
+
+    Args:
+        deltas: of one layer, with strengths, on one device.
+        shape: (N, K).
+        weight: makes the pristine weight, fp32 [N, K], unrotated; asked for only if factors do not do.
+        norms_of: fp32 [N, K], the source's weight for DoRA's norms, if there is one.
+    """
+    parts = [(part, strength) for delta, strength in deltas for part in delta.parts if strength != 0]
+    low_rank = [(part, strength * part.scale) for part, strength in parts if isinstance(part, LowRank)]
+    if len(low_rank) < len(parts) or not parts:
+        return Change(total_delta(deltas, weight() if parts else torch.zeros(shape), norms_of))
+    device = low_rank[0][0].down.device
+    left = torch.zeros(shape[0], sum(part.down.shape[0] for part, _ in low_rank), device=device)
+    column = 0
+    for part, factor in low_rank:
+        rank = part.down.shape[0]
+        left[part.start : part.stop, column : column + rank] = part.up.float() * factor
+        column += rank
+    down = torch.cat([part.down.float() for part, _ in low_rank])
+    used = (down != 0).any(dim=1) & (left != 0).any(dim=0)  # a factor of zeros touches no row
+    return Change(left[:, used].contiguous(), down[used])
+
+
 def bake_in_place(
     value: Weight, deltas: Weighted, name: str, source: Tensor | None = None
 ) -> tuple[Weight, LayerEvidence]:
@@ -46,7 +73,7 @@ def bake_in_place(
     return case.after, measure(case)
 
 
-def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | None = None) -> Measured:
+def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | None = None) -> Baked:
     """Puts deltas into a weight of which only the packed form exists.
 
     Dequantise and unrotate → add all deltas in fp32 → rotate and requantise once, with the pack's own scales
@@ -62,16 +89,11 @@ def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | No
     Returns:
         The new weight (`after`, of the same kind) beside all that its evidence is measured from.
     """
-    weight = unpacked(value)
     origin = _checked(source, value, name)
-    total = total_delta(deltas, weight, origin)
-    after = value
-    touched = _touched(total)
-    if touched.any():
-        after = _requantized(value, weight + total, name)
-        if not touched.all():
-            after = keep_rows(value, after, ~touched)
-    return Measured(name, "bake", value, after, weight, total, touched, origin, _norms_from(deltas, origin))
+    norms_of = origin.float() if origin is not None and _norms_from(deltas, origin) else None
+    change = change_of(deltas, _shape(value), lambda: unpacked(value), norms_of)
+    after = bake(value, change, name) if change.any() else value
+    return Baked(name, "bake", value, after, change, origin, _norms_from(deltas, origin))
 
 
 def bake_from_source(
@@ -82,9 +104,7 @@ def bake_from_source(
     return case.after, measure(case)
 
 
-def put_from_source(
-    source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn"
-) -> Measured:
+def put_from_source(source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn") -> Baked:
     """Quantises the 16-bit source plus the deltas in the pack's format: no second rounding eats the delta.
 
     Args:
@@ -112,13 +132,12 @@ def put_from_source(
         )
     origin = _checked(source, value, name)
     assert origin is not None  # noqa: S101 - a source was given
-    weight = unpacked(value)
-    total = total_delta(deltas, origin)
-    touched = _touched(total)
-    after = _packed_like(value, origin + total, name, cast("Method", scales)) if touched.any() else value
-    return Measured(
-        name, "bake_from_source", value, after, weight, total, touched, origin, _norms_from(deltas, origin)
-    )
+    origin = origin.float()
+    change = change_of(deltas, _shape(value), lambda: origin)
+    after = value
+    if change.any():
+        after = _packed_like(value, change.added_to(origin), name, cast("Method", scales))
+    return Baked(name, "bake_from_source", value, after, change, origin, _norms_from(deltas, origin))
 
 
 def total_bias(deltas: Weighted) -> Tensor | None:
@@ -150,18 +169,6 @@ def bake_bias(bias: Tensor | None, deltas: Weighted, name: str) -> Tensor | None
     return round_stochastic(wanted[None], bias.dtype, packing.layer_seed(f"{name}.bias"))[0]
 
 
-def _touched(total: Tensor) -> Tensor:
-    """Rows that are not all zeros, bool [N]; two reductions are several times faster than a mask."""
-    return (total.amax(dim=1) != 0) | (total.amin(dim=1) != 0)
-
-
-def _requantized(value: Weight, wanted: Tensor, name: str) -> Weight:
-    seed = packing.layer_seed(name)
-    if isinstance(value, PackedWeight):
-        return packing.requantize(value, wanted, seed, name=name)
-    return round_stochastic(wanted, value.dtype, seed)
-
-
 def _packed_like(value: Weight, wanted: Tensor, name: str, scales: Method) -> Weight:
     if isinstance(value, Tensor):
         # The source of a 16-bit layer is that layer: its grid drops small deltas like any other pack's.
@@ -177,7 +184,7 @@ def _packed_like(value: Weight, wanted: Tensor, name: str, scales: Method) -> We
 
 
 def _checked(source: Tensor | None, value: Weight, name: str) -> Tensor | None:
-    """The source as fp32 on the weight's device."""
+    """The source on the weight's device."""
     if source is None:
         return None
     if tuple(source.shape) != tuple(value.shape):
@@ -190,7 +197,11 @@ def _checked(source: Tensor | None, value: Weight, name: str) -> Tensor | None:
         )
     if not source.is_floating_point() or source.dtype.itemsize < 2:
         raise HswqError("the source's weight is itself quantised", tensor=name, found=str(source.dtype))
-    return source.to(value.device).float()
+    return source.to(value.device)
+
+
+def _shape(value: Weight) -> tuple[int, int]:
+    return value.shape[0], value.shape[1]
 
 
 def _norms_from(deltas: Weighted, origin: Tensor | None) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from hswq_lab import ops
 from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight
+from hswq_lab.lora.change import Change, Sums, change_sums
 from hswq_lab.lora.targets import unpacked
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ Kind = Literal["nvfp4", "int8", "other_qt", "16-bit", "bias"]
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
 _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
-_ROWS = 512  # rows measured at a time
-_BASIS_ROWS = 1024  # about so many rows tell the basis
 
 
 @dataclass(frozen=True)
@@ -83,36 +81,33 @@ class LayerEvidence:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """What `measure` looks at: `weight`, `total`, `source` fp32 [N, K], unrotated; `touched` bool [N]."""
+class Baked:
+    """One layer with deltas in it, and what `measure` looks at: `change` was added, `source` is the 16-bit [N, K]."""
 
     name: str
     way: Way
     before: Tensor | PackedWeight
     after: Tensor | PackedWeight
-    weight: Tensor
-    total: Tensor
-    touched: Tensor
+    change: Change
     source: Tensor | None
     norms_from: str
 
 
-def measure(case: Measured) -> LayerEvidence:
+def measure(case: Baked) -> LayerEvidence:
     """The evidence for one baked layer, from its weights alone."""
     group = case.before.group if isinstance(case.before, PackedWeight) else None
-    after = unpacked(case.after)
-    sums = _sums(case, after)
-    before_error, after_error = _source_errors(case, after)
-    retained, error, added = sums.share()
+    sums = change_sums(case.before, case.after, case.change, case.source)
+    retained, error, added = _share(sums, int(sums.rows) * case.before.shape[1])
     verdict: Verdict = "OK"
     unrotated = rerotated = None
-    if retained is None:
+    if retained is None or error is None:
         verdict = "N/A"
     elif sums.cc == 0:
         verdict = "MISSING"
     elif group is not None and isinstance(case.after, PackedWeight):
-        unrotated = _was_unrotated(case, after, group)
-        rerotated = case.after.group == group and sums.missed <= _SAME**2 * sums.wanted
+        # Whether the change looks no less like ΔW than like ΔW·H, what a bake without unrotating leaves.
+        unrotated = sums.c_turned / sums.dd - retained <= 2 * math.sqrt(2) * error
+        rerotated = case.after.group == group and sums.missed <= _SAME**2 * _wanted(sums)
         verdict = "OK" if unrotated and rerotated else "MISMATCH"
     return LayerEvidence(
         layer=case.name,
@@ -120,14 +115,14 @@ def measure(case: Measured) -> LayerEvidence:
         kind=kind_of(case.before),
         format=format_of(case.before),
         group=group,
-        rows=int(case.touched.sum()),
+        rows=int(sums.rows),
         delta_norm=math.sqrt(sums.dd),
         ratio=math.sqrt(sums.dd / sums.ww) if sums.ww else None,
         retained=retained,
         retained_se=error,
         added_error=added,
-        source_error_before=before_error,
-        source_error_after=after_error,
+        source_error_before=_relative(sums.error_before, sums.source),
+        source_error_after=_relative(sums.error_after, sums.source_after),
         unrotated=unrotated,
         rerotated=rerotated,
         verdict=verdict,
@@ -158,9 +153,8 @@ def branch_evidence(
     carried = torch.zeros_like(total)
     for branch, strength in branches:
         carried.add_(branch_dense(branch, weight), alpha=strength)
-    sums = _Sums(total.numel())
-    sums.add(carried, total, torch.zeros_like(total))
-    retained, error, added = sums.share()
+    sums = change_sums(torch.zeros_like(total), carried, Change(total), None)
+    retained, error, added = _share(sums, total.numel())
     verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     return LayerEvidence(
         layer=name,
@@ -200,9 +194,8 @@ def bias_evidence(
     device = total.device
     old = torch.zeros_like(total) if before is None else before.to(device).float()
     new = torch.zeros_like(total) if after is None else after.to(device).float()
-    sums = _Sums(total.numel())
-    sums.add(new - old, total, old)
-    retained, error, added = sums.share()
+    sums = change_sums(old[None], new[None], Change(total[None]), None)
+    retained, error, added = _share(sums, total.numel())
     verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     stored = before if before is not None else after if after is not None else total
     return LayerEvidence(
@@ -253,84 +246,25 @@ def _is_calibrated(value: Tensor | PackedWeight) -> bool:
     return isinstance(value, Nvfp4Weight) and value.input_scale is not None
 
 
-class _Sums:
-    """Inner products over some rows: c = W'−W, d = ΔW, w = W.
-
-    Products of a chunk of rows are summed in fp32, chunks in fp64.
-
-    Args:
-        n: number of touched weights.
-    """
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.cc = self.cd = self.dd = self.ww = self.wd = self.missed = 0.0
-
-    def add(self, c: Tensor, d: Tensor, w: Tensor) -> None:
-        """Adds some rows."""
-        self.cc += _dot(c, c)
-        self.cd += _dot(c, d)
-        self.dd += _dot(d, d)
-        self.ww += _dot(w, w)
-        self.wd += _dot(w, d)
-        miss = c - d
-        self.missed += _dot(miss, miss)
-
-    @property
-    def wanted(self) -> float:
-        """‖W+ΔW‖²."""
-        return self.ww + 2 * self.wd + self.dd
-
-    def share(self) -> tuple[float | None, float | None, float | None]:
-        """(retained share, its standard error, added error); None for a zero ΔW."""
-        if self.dd == 0:
-            return None, None, None
-        retained = self.cd / self.dd
-        # ‖c − d‖² = ‖c − r·d‖² + (1 − r)²·‖d‖² gives the residual without cancellation.
-        residual = max(self.missed - (1 - retained) ** 2 * self.dd, 0.0)
-        error = math.sqrt(residual / max(self.n - 1, 1) / self.dd)
-        return retained, error, math.sqrt(self.missed / self.dd)
+def _wanted(sums: Sums) -> float:
+    """‖W+ΔW‖²."""
+    return sums.ww + 2 * sums.wd + sums.dd
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+def _share(sums: Sums, n: int) -> tuple[float | None, float | None, float | None]:
+    """(retained share, its standard error, added error) over n weights; None for a zero ΔW."""
+    if sums.dd == 0:
+        return None, None, None
+    retained = sums.cd / sums.dd
+    # ‖c − d‖² = ‖c − r·d‖² + (1 − r)²·‖d‖² gives the residual without cancellation.
+    residual = max(sums.missed - (1 - retained) ** 2 * sums.dd, 0.0)
+    error = math.sqrt(residual / max(n - 1, 1) / sums.dd)
+    return retained, error, math.sqrt(sums.missed / sums.dd)
 
 
-def _sums(case: Measured, after: Tensor) -> _Sums:
-    n, k = case.weight.shape
-    index = case.touched.nonzero().reshape(-1)
-    sums = _Sums(index.numel() * k)
-    # Slices are views, an index copies.
-    whole = index.numel() == n
-    chunks = [slice(i, i + _ROWS) for i in range(0, n, _ROWS)] if whole else index.split(_ROWS)
-    for chunk in chunks:
-        w = case.weight[chunk]
-        sums.add(after[chunk] - w, case.total[chunk], w)
-    return sums
-
-
-def _was_unrotated(case: Measured, after: Tensor, group: int) -> bool:
-    """Whether the change looks no less like ΔW than like ΔW·H, what a bake without unrotating leaves."""
-    index = case.touched.nonzero().reshape(-1)
-    index = index[:: max(1, index.numel() // _BASIS_ROWS)]
-    w, d = case.weight[index], case.total[index]
-    right, wrong = _Sums(d.numel()), _Sums(d.numel())
-    right.add(after[index] - w, d, w)
-    wrong.add(after[index] - w, ops.rotate(d, group), w)
-    (own, error, _), (other, _, _) = right.share(), wrong.share()
-    return own is None or other is None or error is None or other - own <= 2 * math.sqrt(2) * error
-
-
-def _source_errors(case: Measured, after: Tensor) -> tuple[float | None, float | None]:
-    if case.source is None:
-        return None, None
-    before_error = _relative(case.weight, case.source)
-    return before_error, _relative(after, case.source + case.total)
-
-
-def _relative(value: Tensor, truth: Tensor) -> float | None:
-    norm = float(torch.linalg.vector_norm(truth))
-    return float(torch.linalg.vector_norm(value - truth)) / norm if norm else None
+def _relative(error: float, norm: float) -> float | None:
+    """‖error‖ / ‖truth‖ from the squares; None without a source."""
+    return math.sqrt(error / norm) if norm else None
 
 
 def _warning(
