@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
     from hswq_lab.model import Model
@@ -45,7 +46,7 @@ def pack(
     """A new model whose layers are packed as the plan says; in memory, on the CPU, until it is saved.
 
     Args:
-        model: a 16-bit model; not changed.
+        model: a 16-bit model; not changed. Its device does the work.
         plan: which layer gets which format.
         scales: how NVFP4 weights are found: "rtn", "four_six", "sweep" (block scales with the least squared
             error) or "gptq" (the least error of the layer's output, its quantised activations reckoned with).
@@ -62,7 +63,13 @@ def pack(
     """
     formats, moments, tell = _prepare(model, plan, scales, moments, progress)
     items = pack_items(
-        model.checkpoint, formats, scales, activations=activations, moments=moments, progress=tell
+        model.checkpoint,
+        formats,
+        scales,
+        activations=activations,
+        moments=moments,
+        device=model.device,
+        progress=tell,
     )
     metadata = pack_metadata(model.checkpoint, plan, scales)
     packed = Checkpoint.from_mapping(dict(items), metadata, model.checkpoint.prefix)
@@ -100,7 +107,7 @@ def pack_to_file(
     """
     formats, moments, tell = _prepare(model, plan, scales, moments, progress)
     source = model.checkpoint
-    items = pack_items(source, formats, scales, activations=activations, moments=moments)
+    items = pack_items(source, formats, scales, activations=activations, moments=moments, device=model.device)
     metadata = pack_metadata(source, plan, scales)
     return write(path, items, metadata, source.prefix, tell, source=source, max_shard_bytes=max_shard_bytes)
 
@@ -138,6 +145,7 @@ def pack_items(
     *,
     activations: CalibrationReport | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
+    device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Every name of a checkpoint with its new value, one by one.
@@ -148,6 +156,7 @@ def pack_items(
         scales: as for `pack`.
         activations: as for `pack`.
         moments: as for `pack`, but "gptq" needs them.
+        device: where weights are quantised; they come back to the CPU. None: where each of them is.
         progress: told before every tensor.
 
     Raises:
@@ -179,7 +188,9 @@ def pack_items(
             continue
         importance = _importance(activations, layer_name(name), wanted) if wanted.format == "nvfp4" else None
         method = "sweep" if scales == "gptq" else scales  # the other formats have nothing to choose
-        yield name, packing.pack_weight(value, wanted.format, wanted.group, method, importance, name=name)
+        dense = value if device is None else value.to(device)
+        packed = packing.pack_weight(dense, wanted.format, wanted.group, method, importance, name=name)
+        yield name, packed if device is None else packed.to("cpu")
     tell(len(checkpoint), len(checkpoint), "packed")
 
 
