@@ -60,7 +60,9 @@ def write_empty(path: Path, config: ZImageConfig, prefix: str) -> Path:
     return path
 
 
-def write_diffusers(folder: Path, config: ZImageConfig, seed: int, part_bytes: int = PART_BYTES) -> Path:
+def write_diffusers(
+    folder: Path, config: ZImageConfig, seed: int, part_bytes: int = PART_BYTES, device: str = "cpu"
+) -> Path:
     """A diffusers model folder: `transformer/` with configuration, parts and index."""
     target = folder / "transformer"
     target.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def write_diffusers(folder: Path, config: ZImageConfig, seed: int, part_bytes: i
     (target / "config.json").write_text(json.dumps(description, indent=2))
     return write(
         target / "diffusion_pytorch_model.safetensors",
-        in_diffusers_names(tensors(config, seed)),
+        in_diffusers_names(tensors(config, seed, device)),
         {"format": "pt"},
         "",
         max_shard_bytes=part_bytes,
@@ -94,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", choices=("comfy", "diffusers"), default="comfy")
     parser.add_argument("--prefix", default=DEFAULT_PREFIX, help=f"comfy names (default {DEFAULT_PREFIX})")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--device", default="cpu", help="where numbers are drawn: cuda takes seconds (default cpu)"
+    )
     parser.add_argument("--empty", action="store_true", help="header only, the data are a hole (comfy)")
     args = parser.parse_args(arguments)
     config = SIZES[args.size]
@@ -105,9 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.empty:
             written = write_empty(args.out, config, args.prefix)
         elif args.layout == "diffusers":
-            written = write_diffusers(args.out, config, args.seed)
+            written = write_diffusers(args.out, config, args.seed, device=args.device)
         else:
-            written = write(args.out, tensors(config, args.seed), {"synthetic": str(args.seed)}, args.prefix)
+            items = tensors(config, args.seed, args.device)
+            written = write(args.out, items, {"synthetic": str(args.seed)}, args.prefix)
     except HswqError as error:
         print(error, file=sys.stderr)
         return 2

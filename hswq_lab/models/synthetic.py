@@ -3,7 +3,8 @@
 Weights follow what trained transformers show, so that quantisers meet realistic work: normal values whose rows and
 columns have log-normal sizes (which makes the tails heavy), a few large input channels, gain by kind of layer and
 falling with depth, adaLN modulations small with large biases, norms near 1. Every tensor is seeded by the run's seed
-and its own name, so the same seed gives the same bytes in any layout and order.
+and its own name, so the same seed gives the same bytes in any layout and order. A card draws other numbers from the same
+distributions, a hundred times faster.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ def shapes(config: ZImageConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in ZImage(config).state_dict().items()}
 
 
-def tensors(config: ZImageConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Native name and bf16 values of every parameter, one at a time."""
+def tensors(
+    config: ZImageConfig, seed: int = 0, device: str | torch.device = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Native name and bf16 values on the CPU of every parameter, one at a time; drawn on a device."""
     for name, shape in shapes(config).items():
-        yield name, _values(name, shape, config, seed).bfloat16()
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        with torch.device(device):
+            values = _values(name, shape, config, generator).bfloat16()
+        yield name, values.cpu()
 
 
-def _values(name: str, shape: tuple[int, ...], config: ZImageConfig, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+def _values(name: str, shape: tuple[int, ...], config: ZImageConfig, generator: torch.Generator) -> Tensor:
     if len(shape) == 1 and not name.endswith("bias"):  # RMS norms
         return 1 + 0.25 * torch.randn(shape, generator=generator)
     if len(shape) == 1 or "pad_token" in name:
