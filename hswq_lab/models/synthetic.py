@@ -3,8 +3,8 @@
 Weights follow what trained transformers show, so that quantisers meet realistic work: normal values whose rows and
 columns have log-normal sizes (which makes the tails heavy), a few large input channels, gain by kind of layer and
 falling with depth, adaLN modulations small with large biases, norms near 1. Every tensor is seeded by the run's seed
-and its own name, so the same seed gives the same bytes in any layout and order. A card draws other numbers from the same
-distributions, a hundred times faster.
+and its own name, so the same seed gives the same bytes in any layout and order. A card draws other numbers of
+the same distributions, much faster.
 """
 
 from __future__ import annotations
