@@ -31,7 +31,9 @@ from hswq_lab.lora import (
     total_delta,
 )
 from hswq_lab.lora.evidence import Baked
-from hswq_lab.lora.targets import unpacked
+from hswq_lab.lora.targets import TargetIndex, unpacked
+
+_MOST_GAIN = 1000.0
 
 Way = Literal["branch", "bake", "bake_from_source"]
 
@@ -118,6 +120,7 @@ class Attachments(Sequence[Attachment]):
         for item in self._items:
             _refuse_baked(item, checkpoint)
             _refuse_smoothed(item, checkpoint)
+            _refuse_absurd(item, layers)
         self._deltas = [
             item.lora.deltas(layers, allow_unmatched=item.allow_unmatched) for item in self._items
         ]
@@ -380,6 +383,22 @@ def _refuse_mixtures(items: Sequence[Attachment]) -> None:
                 file=item.lora.path,
                 fix="change its strength, or detach it first",
             )
+
+
+def _refuse_absurd(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> None:
+    """A trained layer amplifies x about once; what is so much more leaves NaN or noise, whatever the way."""
+    module, gain = item.lora.strongest
+    strength = abs(item.strength) * gain
+    if strength > _MOST_GAIN:
+        target = TargetIndex(layers).find(module)
+        raise HswqError(
+            "with this strength the LoRA is so much larger than the weights that no picture can come of it",
+            file=item.lora.path,
+            tensor=target.layer if target else module,
+            found=f"strength {item.strength:g}, at which the rows of its delta have norms of {strength:.3g}",
+            expected=f"at most {_MOST_GAIN:g}; rows of a trained weight have norms of about 1",
+            fix="use a strength near 1, or look at the effective scales in hl.load_lora(...).report()",
+        )
 
 
 def _refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:

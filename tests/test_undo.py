@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -186,12 +187,61 @@ def test_weight_and_bias_of_one_layer_are_two_rows(tiny_pack: Model) -> None:
 # -- errors -------------------------------------------------------------------------------------------------
 
 
-def test_an_error_inside_a_bake_names_file_and_layer(pack_file) -> None:
+def test_an_error_inside_a_bake_names_file_and_layer(pack_file, monkeypatch) -> None:
+    def fail(*_args: object) -> None:
+        raise HswqError("the weight is not finite")
+
     pack = hl.load(pack_file)
-    huge = {f"diffusion_model.{LAYER}.diff": torch.full((128, 64), 3e38)}
-    with pytest.raises(HswqError) as refusal:
-        pack.attach(lora_from_tensors(huge, name="huge"), 10.0, "bake")
-    assert refusal.value.tensor == LAYER
+    monkeypatch.setattr(attachments, "put_in_place", fail)
+    with pytest.raises(HswqError, match="not finite") as refusal:
+        pack.attach(make_lora(), 1.0, "bake")
+    assert refusal.value.tensor in pack.layers()
     assert refusal.value.file == str(pack_file)
     assert pack.loras == []
     assert isinstance(pack.checkpoint[f"{LAYER}.weight"], PackedWeight)
+
+
+@pytest.mark.parametrize("how", ["branch", "bake"])
+@pytest.mark.parametrize("kind", ["LoRA", "diff", "LoHa", "LoKr", "DoRA", "set_weight", "bias"])
+def test_a_strength_of_which_no_picture_can_come_is_refused_before_anything_changes(
+    pack_file, how, kind
+) -> None:
+    pack = hl.load(pack_file)
+    if how == "branch" and kind in ("diff", "LoHa", "set_weight"):
+        return
+    lora = _one_layer(kind)
+    before = pack.linears()[LAYER].weight
+    for strength in (1e30, -1e30, 3e38, 1e6):
+        with pytest.raises(HswqError, match=f"strength {strength:g}".replace("+", r"\+")) as refusal:
+            pack.attach(lora, strength, how)
+        assert refusal.value.tensor == LAYER
+    assert pack.loras == []
+    pack.attach(lora, 0.5, how)
+    with pytest.raises(HswqError, match="so much larger than the weights"):
+        pack.set_strength(lora, 1e30)
+    assert [item.strength for item in pack.loras] == [0.5]
+    pack.detach(lora)
+    assert pack.linears()[LAYER].weight.same_bits(before)
+    assert pack.linears()[LAYER].branches is None
+
+
+def _one_layer(kind: str):
+    """A LoRA of one kind on LAYER [128, 64], with a delta of ordinary size."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "LoRA": {"lora_A.weight": normal(4, 64) / 8, "lora_B.weight": normal(128, 4) / 8},
+        "diff": {"diff": normal(128, 64) / 50},
+        "LoHa": {
+            "hada_w1_a": normal(128, 2) / 4,
+            "hada_w1_b": normal(2, 64) / 4,
+            "hada_w2_a": normal(128, 2) / 4,
+            "hada_w2_b": normal(2, 64) / 4,
+        },
+        "LoKr": {"lokr_w1": normal(8, 8) / 8, "lokr_w2": normal(16, 8) / 8},
+        "bias": {"diff_b": normal(128) / 8},
+        "set_weight": {"set_weight": normal(128, 64) / 8},
+    }
+    tensors["DoRA"] = {**tensors["LoRA"], "lora_magnitude_vector": torch.ones(128)}
+    return lora_from_tensors(
+        {f"diffusion_model.{LAYER}.{key}": value for key, value in tensors[kind].items()}
+    )

@@ -8,7 +8,7 @@ import torch
 
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.dialects import is_text_encoder, parse_key, refused_method, squash
-from hswq_lab.lora.foreign import foreign_model
+from hswq_lab.models.foreign import foreign_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

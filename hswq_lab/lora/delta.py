@@ -155,7 +155,7 @@ class LayerDelta:
             inner = part
             if isinstance(part, Dora) and weight is not None and gain is not None:
                 inner = part.inner
-                row_gain = part.gain(weight[part.start : part.stop]).reshape(-1)
+                row_gain = part.row_gain(weight[part.start : part.stop]).reshape(-1)
                 gain[part.start : part.stop] = row_gain - 1
             if isinstance(inner, LowRank):
                 low_rank.append((inner, row_gain))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
@@ -15,6 +15,7 @@ from hswq_lab.lora.delta import LayerDelta
 from hswq_lab.lora.dialects import is_text_encoder, parse_key
 from hswq_lab.lora.entries import Entry, EntryBuilder, FullLokrScale, Tensors, bias_parts_of, part_of
 from hswq_lab.lora.matching import Match, match_entries, refuse_mismatches, unplaced
+from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank, peft_settings
 from hswq_lab.lora.source import RawLora, raw_from_tensors, read_raw
@@ -73,6 +74,18 @@ class LoraFile:
     warnings: tuple[str, ...]
     tensors: Tensors
     full_lokr_scale: FullLokrScale = "one"
+
+    @cached_property
+    def strongest(self) -> tuple[str, float]:
+        """The module with the largest `Part.gain` at strength 1, and that gain."""
+        found: list[Part | BiasPart] = []
+        for entry in self.entries:
+            if entry.shape is not None:
+                part = part_of(entry, self.tensors, 0, entry.shape[0])
+                biases = bias_parts_of(entry, self.tensors, 0, entry.shape[0])
+                found += [*biases, *([] if part is None else [part])]
+        gain, module = max(((part.gain(), part.key) for part in found), default=(0.0, ""))
+        return module, gain
 
     def match(self, layers: LayerShapes | HasLayers) -> list[Match]:
         """Each entry with its target, or with the reason why it has none; raises nothing."""

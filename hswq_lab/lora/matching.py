@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hswq_lab.errors import HswqError
-from hswq_lab.lora.foreign import model_of_width
+from hswq_lab.models.foreign import model_of_width
 
 if TYPE_CHECKING:
     import os

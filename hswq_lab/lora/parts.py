@@ -65,6 +65,10 @@ class Part(ABC):
         """‖ΔW‖ (Frobenius), or None where it depends on the layer's weight."""
         return float(torch.linalg.vector_norm(self.dense().double()))
 
+    def gain(self) -> float:
+        """The root mean square of the norms of ΔW's rows (of W' where ΔW depends on W): how far x is amplified."""
+        return (self.norm() or 0.0) / math.sqrt(self.stop - self.start)
+
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Part):
@@ -123,6 +127,13 @@ class Hada(Part):
         first = self.w1_a.float() @ self.w1_b.float()
         return first.mul_(self.w2_a.float() @ self.w2_b.float()).mul_(self.scale)
 
+    @override
+    def gain(self) -> float:
+        # Some rows tell as much as all, and the dense matrix of a large layer takes its time.
+        rows = slice(None, None, max(1, (self.stop - self.start) // 256))
+        some = replace(self, w1_a=self.w1_a[rows], w2_a=self.w2_a[rows]).dense()
+        return float(torch.linalg.vector_norm(some.double())) / math.sqrt(some.shape[0])
+
 
 @dataclass(frozen=True, eq=False)
 class Full(Part):
@@ -152,6 +163,10 @@ class Replacement(Part):
     def norm(self) -> None:
         """Depends on the weight."""
 
+    @override
+    def gain(self) -> float:
+        return float(torch.linalg.vector_norm(self.value.double())) / math.sqrt(self.stop - self.start)
+
 
 @dataclass(frozen=True, eq=False)
 class Dora(Part):
@@ -168,7 +183,7 @@ class Dora(Part):
     magnitude: Tensor
     axis: Axis
 
-    def gain(self, weight: Tensor) -> Tensor:
+    def row_gain(self, weight: Tensor) -> Tensor:
         """M / ‖W + sΔ‖, fp32, [n, 1] or [1, K]; 0 where the norm is 0, since the direction is 0 there."""
         norm = torch.linalg.vector_norm(
             weight + self.inner.dense(), dim=1 if self.axis == "out" else 0, keepdim=True
@@ -179,11 +194,16 @@ class Dora(Part):
     @override
     def dense(self, weight: Tensor | None = None, norms_of: Tensor | None = None) -> Tensor:
         assert weight is not None, "LayerDelta.dense checks this"  # noqa: S101
-        gain = self.gain(weight if norms_of is None else norms_of)
+        gain = self.row_gain(weight if norms_of is None else norms_of)
         return self.inner.dense().add_(weight).mul_(gain).sub_(weight)
 
     def norm(self) -> None:
         """Depends on the weight."""
+
+    @override
+    def gain(self) -> float:
+        # The norms of W' are the magnitudes themselves.
+        return float(torch.linalg.vector_norm(self.magnitude.double())) / math.sqrt(self.stop - self.start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,3 +215,7 @@ class BiasPart:
     stop: int
     scale: float
     value: Tensor
+
+    def gain(self) -> float:
+        """The root mean square of its values."""
+        return abs(self.scale) * float(self.value.double().square().mean().sqrt())
