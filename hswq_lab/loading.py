@@ -12,11 +12,12 @@ import torch
 from hswq_lab.arguments import device_of, path_of
 from hswq_lab.attachments import LORAS_KEY, Attachment
 from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.mini import mini_companion, mini_weights
-from hswq_lab.models.zimage import MINI, ZImageConfig
+from hswq_lab.models.zimage import MINI
 from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
 from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
@@ -92,7 +93,7 @@ def companion_for(checkpoint: Checkpoint) -> Companion | None:
     Known by the metadata that our packs carry, else by the mini model's unmistakable sizes.
     """
     is_mini = checkpoint.metadata.get(MODEL_KEY) == MINI_NAME
-    if not is_mini and ZImageConfig.from_shapes(checkpoint.shapes()) != MINI:
+    if not is_mini and config_of(checkpoint.shapes(), checkpoint.path) != MINI:
         return None
     return mini_companion()
 

@@ -15,13 +15,14 @@ from hswq_lab.arguments import activation_dtype, device_of, finite, whole
 from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
 from hswq_lab.attachments import Attachment, Attachments, Way, check_lora
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.layers import LabLinear
 from hswq_lab.lora import BakeReport, LoraFile
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
-from hswq_lab.models.zimage import PATCH, ZImage, ZImageConfig, linear_layers
+from hswq_lab.models.zimage import PATCH, ZImage, linear_layers
 from hswq_lab.modes import ModeRequest, Requested, Resolved, Uncalibrated, resolve
 from hswq_lab.progress import Progress, silent
 from hswq_lab.report import LayerRow, LoadReport
@@ -78,7 +79,7 @@ class Model:
         self.device = device_of(device)
         self.dtype = activation_dtype(dtype)
         self.request = request or ModeRequest()
-        self.config = ZImageConfig.from_shapes(checkpoint.shapes())
+        self.config = config_of(checkpoint.shapes(), checkpoint.path)
         self._attachments = Attachments(checkpoint, self.layers(), attachments)
         self._shared = shared or SharedWeights()
         self._network: ZImage | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_files import COMFY, fp8, int8, marker, metadata, nvfp4, parts, random_matrix, raw_file, save
 
-from hswq_lab.checkpoint import Checkpoint, check, diff, inspect, write
+from hswq_lab.checkpoint import Checkpoint, check, convert, diff, inspect, write
 from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.formats import Nvfp4Weight, swap_nibbles, unswizzle
 
@@ -214,6 +214,30 @@ class TestCheck:
             order = "swizzled" if kind == "comfy" else "linear"
             assert layout.scales == (order if name == "rows" else "undetermined")
             assert layout.even == "undetermined"
+
+    @pytest.mark.parametrize("group", [None, 256])
+    @pytest.mark.parametrize("told", ["source", "statistics"])
+    def test_split_and_renamed_layers_are_examined_too(self, tmp_path, group, told):
+        """diffusers' names: q, k and v apart, each with a scale of its own; out and the embedder renamed."""
+        stem = "layers.0.attention"
+        weights = {f"to_{part}": (i + 1) * structured(256, 256, i) for i, part in enumerate("qkv")}
+        weights["to_out.0"] = structured(256, 256, 7)
+        tensors, source = {}, {f"{stem}.qkv.weight": torch.cat([weights[f"to_{p}"] for p in "qkv"])}
+        source[f"{stem}.out.weight"] = weights["to_out.0"]
+        for layer, w in weights.items():
+            tensors |= {f"{stem}.{layer}.{key}": t for key, t in as_modelopt(nvfp4(w, group)).items()}
+        file = save(tmp_path / "x.safetensors", tensors)
+        report = check(file, Checkpoint.from_mapping(source) if told == "source" else None)
+        rows = {row.part or row.layer: row for row in report.layout.layers}
+        assert list(rows) == [*(f"{stem}.to_{p}.weight" for p in "qkv"), f"{stem}.out.weight"]
+        assert {row.scales for row in rows.values()} == {"linear"}
+        assert {row.how for row in rows.values()} == {told}
+        assert {row.even for row in rows.values()} == {"low" if told == "source" else "undetermined"}
+        if told == "source":
+            assert report.layout.bases() == dict.fromkeys(source, group)
+            assert "layout" in rules(report)
+            done = convert(file, tmp_path / "ours.safetensors", source=Checkpoint.from_mapping(source))
+            assert not rules(check(done.path, Checkpoint.from_mapping(source)))
 
     def test_scale_order_by_shape(self, tmp_path):
         packed = nvfp4(structured(144, 96))

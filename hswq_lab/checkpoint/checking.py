@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from hswq_lab.checkpoint.findings import Finding, from_error
 from hswq_lab.checkpoint.layout import LayerLayout, LayoutReport, examine, judge
 from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.checkpoint.readings import COMFY, MODELOPT, Reading
-from hswq_lab.checkpoint.slots import PackedSlot
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.progress import silent
 from hswq_lab.results import Result
@@ -132,7 +131,7 @@ class _Checker:
         # The doctor only looks at raw parts: it takes them from the reading that accepts the most shapes.
         raw = open_files(path, MODELOPT).index.slots
         self._slots = index.slots
-        self._raw = {name: slot for name, slot in raw.items() if isinstance(slot, PackedSlot)}
+        self._raw = {name: parts for name, slot in raw.items() if (parts := slot.stored_parts())}
         self._reading = reading or COMFY
         self._origin = origin
         self.findings = list(index.findings)
@@ -171,16 +170,28 @@ class _Checker:
             wanted = self._wanted(name)
             if name in self._slots:
                 self._check_value(self._slots[name], self._slots[name].load(), wanted)
-            raw = self._raw.get(name)
-            if raw is not None and raw.entry.format == "nvfp4":
-                fits = wanted is not None and wanted.shape[1:] == raw.entry.shape[1:]
-                opened = self._slots.get(name)
-                read = opened.reading if isinstance(opened, PackedSlot) else self._reading
-                self.layouts.append(examine(name, raw, read, wanted if fits else None))
+            self._examine(name, wanted)
         except Cancelled:
             raise
         except HswqError as error:
             self.findings.append(from_error(error, "values", name))
+
+    def _examine(self, name: str, wanted: Tensor | None) -> None:
+        """The doctor's look at a weight, or at each of the parts in which the file keeps its rows."""
+        parts = self._raw.get(name, ())
+        opened = self._slots[name].stored_parts() if name in self._slots else ()
+        rows = [part.entry.shape[0] for part in parts]
+        if wanted is not None and len(parts) > 1 and sum(rows) != wanted.shape[0]:
+            wanted = None
+        for number, part in enumerate(parts):
+            if part.entry.format != "nvfp4":
+                continue
+            read = opened[number].reading if number < len(opened) else self._reading
+            fits = wanted is not None and wanted.shape[1:] == part.entry.shape[1:]
+            first = sum(rows[:number])
+            source = wanted[first : first + rows[number]] if wanted is not None and fits else None
+            layout = examine(name, part, read, source)
+            self.layouts.append(replace(layout, part=part.entry.name if len(parts) > 1 else ""))
 
     def _wanted(self, name: str) -> Tensor | None:
         """The source's values for a weight."""

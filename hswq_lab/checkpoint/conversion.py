@@ -141,9 +141,7 @@ def convert(
     if producer is None or origin is not None:
         layout = check(path, origin, reading=reading)
         reading = reading or _believed(layout)
-        bases = {
-            layer.layer: layer.group for layer in layout.layout.layers if isinstance(layer.group, int | None)
-        }
+        bases = layout.layout.bases()
     checkpoint = Checkpoint.open(path, reading=reading)
     rows: list[ConvertRow] = []
     items = _items(checkpoint, _Choices(origin, to, scales, bases), rows)

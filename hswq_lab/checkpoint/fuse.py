@@ -16,7 +16,7 @@ from hswq_lab.formats import Fp8Weight, Int8Weight, Nvfp4Weight, dequantize_fp8,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hswq_lab.checkpoint.slots import Value
+    from hswq_lab.checkpoint.slots import PackedSlot, Value
 
 Part = TypeVar("Part", Tensor, Nvfp4Weight, Int8Weight, Fp8Weight)
 
@@ -31,6 +31,10 @@ class FusedSlot(Slot):
     def load(self) -> Value:
         """See `Slot.load`."""
         return fuse([part.load() for part in self.parts], self.entry.name)
+
+    def stored_parts(self) -> tuple[PackedSlot, ...]:
+        """See `Slot.stored_parts`."""
+        return tuple(stored for part in self.parts for stored in part.stored_parts())
 
 
 def fused_slot(name: str, parts: Sequence[Slot]) -> FusedSlot:

@@ -53,6 +53,7 @@ class LayerLayout:
         how: what it rests on: "source", "shape", "statistics" or "nothing".
         cosine: of the best reading and the source, over the layer's first rows; None without a source.
         runner_up: the best cosine of a reading that differs.
+        part: the file's own name where it keeps q, k and v apart, so that a layer has several rows here.
     """
 
     layer: str
@@ -65,6 +66,7 @@ class LayerLayout:
     how: str
     cosine: float | None = None
     runner_up: float | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,14 @@ class LayoutReport(Result):
         """The layout of the whole file, None where a part of it is undetermined."""
         known = {what: self.believed(what)[0] for what in ("even", "scales", "factor")}
         return None if UNDETERMINED in known.values() else Reading(**known)  # type: ignore[arg-type]
+
+    def bases(self) -> dict[str, int | None]:
+        """Layer → rotation group, where every part of it tells the same one."""
+        told: dict[str, set[int | str | None]] = {}
+        for layer in self.layers:
+            told.setdefault(layer.layer, set()).add(layer.group)
+        groups = {name: found.pop() for name, found in told.items() if len(found) == 1}
+        return {name: group for name, group in groups.items() if isinstance(group, int | None)}
 
     def __str__(self) -> str:
         """What is believed, and how sure it is, for a console."""
@@ -255,10 +265,12 @@ def judge(report: LayoutReport) -> list[Finding]:
             found, expected = getattr(first, what), getattr(first.read, what)
             fix = "hswq-lab convert, with the producer that wrote the file"
             severity: Severity = "error" if sure else "warning"
-            findings.append(Finding(severity, "layout", problem, first.layer, found, expected, fix))
+            name = first.part or first.layer
+            findings.append(Finding(severity, "layout", problem, name, found, expected, fix))
     for layer in report.layers:
         if layer.how == "source" and layer.group not in (layer.marked, UNDETERMINED):
             problem = "the stored values are in another basis than the marker says"
             found, expected = (f"rotation group {group}" for group in (layer.group, layer.marked))
-            findings.append(Finding("error", "rotation", problem, layer.layer, found, expected))
+            name = layer.part or layer.layer
+            findings.append(Finding("error", "rotation", problem, name, found, expected))
     return findings

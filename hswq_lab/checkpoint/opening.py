@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hswq_lab.checkpoint.files import FileSet, locate
-from hswq_lab.checkpoint.findings import warning_texts
+from hswq_lab.checkpoint.findings import Finding, warning_texts
 from hswq_lab.checkpoint.index import Index, build_index
 from hswq_lab.checkpoint.markers import METADATA_KEY, merge_metadata
 from hswq_lab.checkpoint.native import make_native
@@ -15,9 +15,10 @@ from hswq_lab.checkpoint.producer import find_producer
 from hswq_lab.checkpoint.readings import PRODUCERS, Reading
 from hswq_lab.checkpoint.source import FileSource, Stored
 from hswq_lab.errors import HswqError
+from hswq_lab.models.foreign import looks_like_lora
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 
@@ -57,10 +58,23 @@ def open_files(
         )
     producer = find_producer(files.files, metadata)
     index = build_index(stored, metadata, reading, shapes, PRODUCERS[producer or "comfy"])
+    if looks_like_lora(tensors):
+        index.findings.insert(0, _a_lora(tensors))
     if make_native(index, foreign) and not prefix:
         prefix = DEFAULT_PREFIX  # a diffusers layout has none; what is saved is a native one
     warnings = files.warnings + warning_texts(index.findings)
     return Opened(sources, index, metadata, Naming(prefix, foreign), warnings)
+
+
+def _a_lora(names: Iterable[str]) -> Finding:
+    return Finding(
+        "error",
+        "kind",
+        "this is a LoRA, not a checkpoint of a model",
+        found=next(iter(names)),
+        expected="the weights of a model",
+        fix="open it with hl.load_lora and attach it to a model; hswq-lab inspect says what is in it",
+    )
 
 
 def _merge(sources: tuple[FileSource, ...], files: FileSet, path: Path) -> dict[str, Stored]:

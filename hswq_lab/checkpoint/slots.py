@@ -67,6 +67,10 @@ class Slot(ABC):
             return {}
         return {role: part for role, part in value.disk_tensors().items() if role != "weight"}
 
+    def stored_parts(self) -> tuple[PackedSlot, ...]:
+        """The packed weights of a file that the value consists of, their rows in order; none for a tensor."""
+        return ()
+
     def renamed(self, name: str) -> Slot:
         """The same value under another name."""
         return RenamedSlot(replace(self.entry, name=name), self)
@@ -86,6 +90,10 @@ class RenamedSlot(Slot):
     def scales(self) -> dict[str, Tensor]:
         """See `Slot.scales`."""
         return self.inner.scales()
+
+    def stored_parts(self) -> tuple[PackedSlot, ...]:
+        """See `Slot.stored_parts`."""
+        return self.inner.stored_parts()
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,10 @@ class PackedSlot(Slot):
             raise located(error, self.path, self.entry.name) from error
         weight.validate(tensor=self.entry.name.removesuffix(".weight"), file=self.path)
         return weight
+
+    def stored_parts(self) -> tuple[PackedSlot, ...]:
+        """See `Slot.stored_parts`."""
+        return (self,)
 
     def scales(self) -> dict[str, Tensor]:
         """See `Slot.scales`; the weight itself is not read."""

@@ -11,7 +11,7 @@ from hswq_lab.checkpoint.header import read_header
 from hswq_lab.cli import lora
 from hswq_lab.cli.common import bar, check_target, finish, load, say, table
 from hswq_lab.errors import HswqError
-from hswq_lab.lora.dialects import parse_key
+from hswq_lab.models.foreign import looks_like_lora
 
 if TYPE_CHECKING:
     import argparse
@@ -28,7 +28,7 @@ def is_lora(path: str) -> bool:
     where = Path(path)
     if where.is_dir():
         return (where / "adapter_config.json").is_file()
-    return where.name.endswith(".safetensors") and any(map(parse_key, read_header(where).tensors))
+    return where.name.endswith(".safetensors") and looks_like_lora(read_header(where).tensors)
 
 
 def inspect(args: argparse.Namespace) -> int:
