@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ class SharedWeights:
             weakref.WeakValueDictionary()
         )
 
+    def find(self, key: tuple[object, ...]) -> Tensor | PackedWeight | None:
+        """The value of a key, None if nobody holds it."""
+        return self._values.get(key)
+
+    def put(self, key: tuple[object, ...], value: Tensor | PackedWeight) -> None:
+        """Shares a value for as long as somebody holds it."""
+        self._values[key] = value
+
     def get(
         self, key: tuple[object, ...], make: Callable[[], Tensor | PackedWeight]
     ) -> Tensor | PackedWeight:
@@ -42,6 +50,7 @@ class Parts:
 
     Attributes:
         dtype: of activations and of all weights that are not packed.
+        fresh: baked weights that no network holds yet.
     """
 
     checkpoint: Checkpoint
@@ -49,11 +58,22 @@ class Parts:
     shared: SharedWeights
     device: torch.device
     dtype: torch.dtype
+    fresh: list[PackedWeight] = field(default_factory=list)
 
     def weight(self, layer: str) -> Tensor | PackedWeight:
         """A Linear's weight with everything that is baked into it."""
-        key = (layer, str(self.device), str(self.dtype), *self.attachments.bake_key(layer))
-        return self.shared.get(key, lambda: self._working(self.attachments.effective(layer, self.device)))
+        return self.shared.get(
+            self._key(layer), lambda: self._working(self.attachments.effective(layer, self.device))
+        )
+
+    def known(self, layer: str) -> Tensor | PackedWeight | None:
+        """The same if somebody holds it, else None."""
+        return self.shared.find(self._key(layer))
+
+    def keep(self, layer: str, weight: PackedWeight) -> None:
+        """Holds a baked weight for the network that will be built."""
+        self.shared.put(self._key(layer), weight)
+        self.fresh.append(weight)
 
     def bias(self, layer: str) -> Tensor | None:
         """A Linear's bias, baked deltas included."""
@@ -74,6 +94,9 @@ class Parts:
                 "a tensor that is no Linear's weight is packed", file=self.checkpoint.path, tensor=name
             )
         return value.to(self.device, self.dtype)
+
+    def _key(self, layer: str) -> tuple[object, ...]:
+        return (layer, str(self.device), str(self.dtype), *self.attachments.bake_key(layer))
 
     def _working(self, value: Tensor | PackedWeight) -> Tensor | PackedWeight:
         return value if isinstance(value, PackedWeight) else value.to(self.dtype)

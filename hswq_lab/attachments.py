@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args, overload
+from typing import Literal, Protocol, get_args, overload
 
 import torch
 from torch import Tensor
@@ -92,6 +92,18 @@ def check_lora(value: object) -> None:
         raise HswqError(
             "this is no loaded LoRA", found=repr(value), fix="open the file with hl.load_lora first"
         )
+
+
+class BakedWeights(Protocol):
+    """Where baked weights are kept while a network needs them, or one is about to."""
+
+    def known(self, layer: str) -> Tensor | PackedWeight | None:
+        """The layer's weight with everything that is baked into it, None if it has to be made."""
+        ...
+
+    def keep(self, layer: str, weight: PackedWeight) -> None:
+        """Takes a weight that was just made."""
+        ...
 
 
 class Attachments(Sequence[Attachment]):
@@ -183,7 +195,7 @@ class Attachments(Sequence[Attachment]):
         """The layer's weight with everything that is baked into it."""
         baked = self._baked_deltas(layer)
         value = self._pristine(layer).to(device)
-        return self._put(layer, value, baked).after if _weighty(baked) else value
+        return self._put(layer, value, baked, None).after if _weighty(baked) else value
 
     def effective_bias(self, layer: str) -> Tensor | None:
         """The layer's bias with everything that is baked into it; None without one."""
@@ -228,7 +240,9 @@ class Attachments(Sequence[Attachment]):
         found = [item for item, deltas in zip(self._items, self._deltas, strict=True) if layer in deltas]
         return ", ".join(str(item) for item in found)
 
-    def evidence(self, device: torch.device, only: Attachment | None = None) -> BakeReport:
+    def evidence(
+        self, device: torch.device, only: Attachment | None = None, weights: BakedWeights | None = None
+    ) -> BakeReport:
         """What arrived on each touched layer, computed from the weights.
 
         A layer that carries bakes is measured with all of them together. Branches are measured beside them.
@@ -236,6 +250,7 @@ class Attachments(Sequence[Attachment]):
         Args:
             device: where to compute.
             only: report on the layers of this LoRA, and on its way.
+            weights: baked weights that are there already are measured as they are; new ones are kept there.
         """
         ways = {only.how} if only else {item.how for item in self._items}
         wanted = [only] if only else list(self._items)
@@ -250,7 +265,7 @@ class Attachments(Sequence[Attachment]):
             value = self._pristine(layer).to(device)
             baked = self._baked_deltas(layer)
             if baked and ways - {"branch"}:
-                rows += self._bake_evidence(layer, value, baked)
+                rows += self._bake_evidence(layer, value, baked, weights)
             if "branch" in ways:
                 rows += self._branch_evidence(layer, value, device)
         return BakeReport(rows, tuple(str(item) for item in wanted))
@@ -290,7 +305,13 @@ class Attachments(Sequence[Attachment]):
                 return weight
         return None
 
-    def _put(self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]) -> Baked:
+    def _put(
+        self,
+        layer: str,
+        value: Tensor | PackedWeight,
+        baked: list[tuple[LayerDelta, float]],
+        known: Tensor | PackedWeight | None,
+    ) -> Baked:
         how = self._baked()[0][0].how
         source = self._source_of(layer, how)
         source = None if source is None else source.to(value.device)
@@ -298,15 +319,26 @@ class Attachments(Sequence[Attachment]):
         try:
             if how == "bake_from_source" and source is not None:
                 scales = self._checkpoint.metadata.get(SCALES_KEY, "rtn")
-                return put_from_source(source, value, moved, layer, scales)
-            return put_in_place(value, moved, layer, source)
+                return put_from_source(source, value, moved, layer, scales, known)
+            return put_in_place(value, moved, layer, source, known)
         except HswqError as error:
             raise error if error.file is not None else located(error, self._checkpoint.path, layer) from error
 
     def _bake_evidence(
-        self, layer: str, value: Tensor | PackedWeight, baked: list[tuple[LayerDelta, float]]
+        self,
+        layer: str,
+        value: Tensor | PackedWeight,
+        baked: list[tuple[LayerDelta, float]],
+        weights: BakedWeights | None,
     ) -> list[LayerEvidence]:
-        rows = [measure(self._put(layer, value, baked))] if _weighty(baked) else []
+        rows = []
+        if _weighty(baked):
+            # A 16-bit weight is kept in the dtype that the network works in, which may be another.
+            kept = weights if isinstance(value, PackedWeight) else None
+            case = self._put(layer, value, baked, None if kept is None else kept.known(layer))
+            if kept is not None and isinstance(case.after, PackedWeight):
+                kept.keep(layer, case.after)
+            rows.append(measure(case))
         total = total_bias(baked)
         if total is not None:
             before = self._pristine_bias(layer)

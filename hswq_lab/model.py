@@ -83,6 +83,7 @@ class Model:
         self._attachments = Attachments(checkpoint, self.layers(), attachments)
         self._shared = shared or SharedWeights()
         self._network: ZImage | None = None
+        self._fresh: list[PackedWeight] = []  # baked for the evidence, and wanted by the network to come
         self._lock = threading.RLock()
         for layer in self.layers():
             self._resolve(layer)  # refuses an impossible mode now, not in the middle of a picture
@@ -219,11 +220,15 @@ class Model:
     def unload(self) -> None:
         """Drops the network and its weights; the next use rebuilds them from the checkpoint and the declared state."""
         with self._lock:
-            self._network = None
+            self._network, self._fresh = None, []
 
     def _build(self) -> ZImage:
-        parts = Parts(self.checkpoint, self._attachments, self._shared, self.device, self.dtype)
-        return build_network(self.config, parts, self._resolve)
+        network = build_network(self.config, self._parts(self._attachments), self._resolve)
+        self._fresh = []
+        return network
+
+    def _parts(self, attachments: Attachments) -> Parts:
+        return Parts(self.checkpoint, attachments, self._shared, self.device, self.dtype)
 
     def _resolve(self, layer: str) -> Resolved:
         entry = self.checkpoint.entry(f"{layer}.weight")
@@ -269,8 +274,9 @@ class Model:
                 lora, finite(strength, "a LoRA's strength"), how, origin, allow_unmatched, allow_baked
             )
             changed = self._attachments.plus(added)
-            report = changed.evidence(self.device, added)
-            self._adopt(changed)
+            parts = self._parts(changed)
+            report = changed.evidence(self.device, added, parts)
+            self._adopt(changed, parts.fresh)
             return report
 
     def detach(self, lora: LoraFile) -> None:
@@ -297,7 +303,11 @@ class Model:
     def bake_report(self) -> BakeReport:
         """The evidence for every LoRA on the model together, computed from the weights."""
         with self._lock:
-            return self._attachments.evidence(self.device)
+            parts = self._parts(self._attachments)
+            report = self._attachments.evidence(self.device, None, parts)
+            if self._network is None:
+                self._fresh += parts.fresh
+            return report
 
     def effect(
         self,
@@ -325,24 +335,29 @@ class Model:
         """
         return self._attachments.wanted(layer, weight)
 
-    def _adopt(self, changed: Attachments) -> None:
+    def _adopt(self, changed: Attachments, fresh: Sequence[PackedWeight] = ()) -> None:
         # The old network lives until the new one is built, so that both share the device copies of untouched layers.
         before, built = self._attachments, self._network
-        self._attachments, self._network = changed, None
+        self._attachments, self._network, self._fresh = changed, None, list(fresh)
         if built is not None:
             try:
                 self._network = self._build()
             except BaseException:
-                self._attachments, self._network = before, built
+                self._attachments, self._network, self._fresh = before, built, []
                 raise
 
     def effective_items(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         """Every parameter with what is baked into it, one at a time, on the CPU; branches are not in it."""
-        layers = self.layers()
+        layers, parts = self.layers(), self._parts(self._attachments)
         for key in self.checkpoint:
             layer, _, kind = key.rpartition(".")
             if layer in layers and kind == "weight":
-                yield key, self._attachments.effective(layer, self.device).to("cpu")
+                value = parts.known(layer)
+                if not isinstance(
+                    value, PackedWeight
+                ):  # a 16-bit one has the network's dtype, not the file's
+                    value = self._attachments.effective(layer, self.device)
+                yield key, value.to("cpu")
             elif layer not in layers or kind != "bias":
                 yield key, self.checkpoint[key]
         for layer in layers:

@@ -16,7 +16,7 @@ from hswq_lab import attachments
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.loading import SEEDS_KEY
-from hswq_lab.lora import lora_from_tensors
+from hswq_lab.lora import bake, lora_from_tensors
 from hswq_lab.model import Model
 from hswq_lab.packing import layer_seed
 
@@ -245,3 +245,28 @@ def _one_layer(kind: str):
     return lora_from_tensors(
         {f"diffusion_model.{LAYER}.{key}": value for key, value in tensors[kind].items()}
     )
+
+
+# -- once is enough -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_weight_is_baked_once_for_evidence_network_and_file(
+    pack_file, tmp_path, monkeypatch, built
+) -> None:
+    pack, calls = hl.load(pack_file), []
+    original = bake.bake
+    monkeypatch.setattr(bake, "bake", lambda *args: calls.append(args[2]) or original(*args))
+    if built:
+        pack.network()
+    report = pack.attach(make_lora(), 1.0, "bake")
+    assert pack.bake_report().rows == report.rows
+    pack.network()
+    hl.save(pack, tmp_path / "baked.safetensors")
+    assert calls == [LAYER]
+    written = hl.load(tmp_path / "baked.safetensors").checkpoint[f"{LAYER}.weight"]
+    assert pack.linears()[LAYER].weight.same_bits(written)
+    # Nothing outlives a purge: the next use makes the same bits from the file.
+    pack.unload()
+    assert pack.linears()[LAYER].weight.same_bits(written)
+    assert calls == [LAYER, LAYER]

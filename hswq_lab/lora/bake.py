@@ -73,7 +73,13 @@ def bake_in_place(
     return case.after, measure(case)
 
 
-def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | None = None) -> Baked:
+def put_in_place(
+    value: Weight,
+    deltas: Weighted,
+    name: str,
+    source: Tensor | None = None,
+    known: Weight | None = None,
+) -> Baked:
     """Puts deltas into a weight of which only the packed form exists.
 
     Dequantise and unrotate → add all deltas in fp32 → rotate and requantise once, with the pack's own scales
@@ -85,6 +91,7 @@ def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | No
         deltas: of this layer, with strengths.
         name: the layer's name; seeds the rounding.
         source: the 16-bit weight [N, K], if there is one: for DoRA's norms and the growth of the error.
+        known: what an earlier call with the same arguments made, to measure it instead of making it again.
 
     Returns:
         The new weight (`after`, of the same kind) beside all that its evidence is measured from.
@@ -92,7 +99,9 @@ def put_in_place(value: Weight, deltas: Weighted, name: str, source: Tensor | No
     origin = _checked(source, value, name)
     norms_of = origin.float() if origin is not None and _norms_from(deltas, origin) else None
     change = change_of(deltas, _shape(value), lambda: unpacked(value), norms_of)
-    after = bake(value, change, name) if change.any() else value
+    after = known
+    if after is None:
+        after = bake(value, change, name) if change.any() else value
     return Baked(name, "bake", value, after, change, origin, _norms_from(deltas, origin))
 
 
@@ -104,7 +113,14 @@ def bake_from_source(
     return case.after, measure(case)
 
 
-def put_from_source(source: Tensor, value: Weight, deltas: Weighted, name: str, scales: str = "rtn") -> Baked:
+def put_from_source(
+    source: Tensor,
+    value: Weight,
+    deltas: Weighted,
+    name: str,
+    scales: str = "rtn",
+    known: Weight | None = None,
+) -> Baked:
     """Quantises the 16-bit source plus the deltas in the pack's format: no second rounding eats the delta.
 
     Args:
@@ -113,6 +129,7 @@ def put_from_source(source: Tensor, value: Weight, deltas: Weighted, name: str, 
         deltas: of this layer, with strengths.
         name: the layer's name.
         scales: how the pack chose its block scales: "rtn", "four_six" or "sweep".
+        known: as for `put_in_place`.
 
     Returns:
         The new weight (`after`, of the same kind) beside the pristine pack's, against which its evidence is
@@ -134,9 +151,10 @@ def put_from_source(source: Tensor, value: Weight, deltas: Weighted, name: str, 
     assert origin is not None  # noqa: S101 - a source was given
     origin = origin.float()
     change = change_of(deltas, _shape(value), lambda: origin)
-    after = value
-    if change.any():
-        after = _packed_like(value, change.added_to(origin), name, cast("Method", scales))
+    after = known
+    if after is None:
+        wanted = change.added_to(origin)
+        after = _packed_like(value, wanted, name, cast("Method", scales)) if change.any() else value
     return Baked(name, "bake_from_source", value, after, change, origin, _norms_from(deltas, origin))
 
 
