@@ -30,7 +30,7 @@ from hswq_lab.lora import (
     total_bias,
     total_delta,
 )
-from hswq_lab.lora.evidence import Baked
+from hswq_lab.lora.evidence import Baked, Verdict
 from hswq_lab.lora.targets import TargetIndex, unpacked
 
 _MOST_GAIN = 1000.0
@@ -54,6 +54,7 @@ class Attachment:
     Attributes:
         allow_unmatched: go on although keys of the file match no layer.
         allow_baked: bake although the checkpoint's metadata say that LoRAs are baked into it already.
+        verdict: of the evidence when it was attached; None if it has not been measured since it was declared.
 
     Raises (in the constructor):
         HswqError: an unknown way, a strength that is not finite, or "bake_from_source" without a source.
@@ -65,6 +66,7 @@ class Attachment:
     source: Checkpoint | None = None
     allow_unmatched: bool = False
     allow_baked: bool = False
+    verdict: Verdict | None = None
 
     def __post_init__(self) -> None:
         if self.how not in get_args(Way):
@@ -164,7 +166,14 @@ class Attachments(Sequence[Attachment]):
     def with_strength(self, lora: LoraFile, strength: float) -> Attachments:
         """This list with another strength for one LoRA; raises HswqError if it is not in it."""
         old = self._item(lora)
-        return self._with([replace(item, strength=strength) if item is old else item for item in self._items])
+        new = replace(old, strength=strength, verdict=None)
+        return self._with([new if item is old else item for item in self._items])
+
+    def with_verdict(self, measured: Attachment, verdict: Verdict) -> Attachments:
+        """This list with what the evidence says about one of its items."""
+        return self._with(
+            [replace(item, verdict=verdict) if item is measured else item for item in self._items]
+        )
 
     def differs_only_in_branch_strengths(self, other: Attachments) -> bool:
         """Whether a network built for `other` needs no more than new branch strengths."""
@@ -234,6 +243,14 @@ class Attachments(Sequence[Attachment]):
         """The side paths beside a layer; None without any."""
         found = self._branches_of(layer, device)
         return BranchStack(found, device=device, dtype=dtype, bias=bias) if found else None
+
+    def in_words(self) -> list[str]:
+        """A line each: name, strength and way, where it is, and whether it arrived."""
+        lines = []
+        for item, deltas in zip(self._items, self._deltas, strict=True):
+            verdict = "not measured yet, bake_report() does" if item.verdict is None else item.verdict
+            lines.append(f"{item} on {len(deltas)} layers: {verdict}")
+        return lines
 
     def on_layer(self, layer: str) -> str:
         """What is on a layer, in words."""

@@ -143,6 +143,7 @@ class Model:
             requested_mode=f"{self.request.mode} ({self.request.origin})",
             layers=rows,
             warnings=list(self.checkpoint.warnings),
+            loras=self._attachments.in_words(),
         )
 
     def __repr__(self) -> str:
@@ -276,7 +277,7 @@ class Model:
             changed = self._attachments.plus(added)
             parts = self._parts(changed)
             report = changed.evidence(self.device, added, parts)
-            self._adopt(changed, parts.fresh)
+            self._adopt(changed.with_verdict(added, report.verdict), parts.fresh)
             return report
 
     def detach(self, lora: LoraFile) -> None:

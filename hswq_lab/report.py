@@ -46,7 +46,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LoadReport(Result):
-    """What a model is made of and how it runs here."""
+    """What a model is made of and how it runs here.
+
+    Attributes:
+        loras: a line each: name, strength, way, layers, and the verdict of the evidence when it was attached.
+    """
 
     model: str
     source: str
@@ -55,6 +59,7 @@ class LoadReport(Result):
     requested_mode: str
     layers: list[LayerRow] = field(repr=False)
     warnings: list[str] = field(default_factory=list)
+    loras: list[str] = field(default_factory=list)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a layer."""
@@ -80,6 +85,7 @@ class LoadReport(Result):
             f"  {count:4d} layers {form} run as {mode}" for (form, mode), count in sorted(kinds.items())
         ]
         lines.append(f"  {self.bits_per_weight:.2f} bits a weight over {len(self.layers)} Linears")
+        lines += [f"  LoRA {text}" for text in self.loras]
         clipped, blocks = sum(row.clipped for row in self.layers), sum(row.blocks for row in self.layers)
         if blocks:
             lines.append(f"  {clipped} of {blocks} activation blocks clipped by a static scale")

@@ -294,3 +294,17 @@ def test_guidance_must_be_finite_and_a_model_is_saved_as_safetensors(pack: Model
         pack.generate("a thing", cfg=float("nan"))
     with pytest.raises(HswqError, match="safetensors"):
         loading.save(pack, tmp_path / "pack.pt")
+
+
+def test_the_report_lists_loras_with_strength_way_and_verdict(pack: Model, lora) -> None:
+    assert "LoRA" not in str(pack.report())
+    pack.attach(lora, 0.5, "bake")
+    (line,) = pack.report().loras
+    assert line.startswith(f"{lora.name} ×0.5 (bake) on ")
+    assert line.endswith("layers: OK")
+    assert f"LoRA {line}" in str(pack.report())
+    assert line in pack.in_mode("parity").report().loras
+    pack.set_strength(lora, 0.25)
+    assert "×0.25 (bake)" in pack.report().loras[0]
+    assert "not measured yet" in pack.report().loras[0]
+    assert pack.report().to_dict()["loras"] == pack.report().loras
