@@ -163,6 +163,12 @@ def test_inspect_tells_a_checkpoint_from_a_lora(pack_file, lora_file, model_file
     assert json.loads((tmp_path / "lora.json").read_text())["rows"][0]["layer"] == "layers.0.feed_forward.w1"
 
 
+def test_the_small_models_name_stands_for_its_file(capsys):
+    assert main(["inspect", "mini-zimage"]) == 0
+    assert main(["check", "mini-zimage", "--source", "mini-zimage"]) == 0
+    assert "0 errors" in capsys.readouterr().out
+
+
 def test_is_lora_reads_only_keys(pack_file, lora_file, tmp_path):
     assert files.is_lora(lora_file)
     assert not files.is_lora(pack_file)
@@ -390,3 +396,22 @@ def test_a_bar_in_a_log_is_lines_and_says_how_long(capsys):
         progress(0, 2, "a")
         progress(2, 2, "b")
     assert capsys.readouterr().err.startswith("packing: done in ")
+
+
+def test_bake_asks_whether_it_can_write_before_any_work(pack_file, lora_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hswq_lab.cli.lora.load", lambda *_: pytest.fail("work was begun"))
+    bake = ["bake", pack_file, f"{lora_file}:0.5", "--force", "-o"]
+    folder = tmp_path / "folder.safetensors"
+    folder.mkdir()
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(pack_file)
+    for out, message in [
+        (pack_file, "file that is being read"),
+        (str(link), "file that is being read"),
+        (lora_file, "file that is being read"),
+        (str(folder), "is a folder"),
+        (str(tmp_path / "nowhere" / "x.safetensors"), "folder does not exist"),
+        ("/proc/x.safetensors", "cannot be written to"),
+    ]:
+        assert main([*bake, str(out)]) == 2
+        assert message in capsys.readouterr().err

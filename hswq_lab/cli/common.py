@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,20 +15,21 @@ from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import local_pool
+from hswq_lab.loading import MINI_NAME
+from hswq_lab.models.mini import mini_weights
 from hswq_lab.results import write_text
 from hswq_lab.session import bar, open_model
 
 if TYPE_CHECKING:
     import argparse
     from concurrent.futures import Executor
-    from pathlib import Path
 
     import pandas as pd
 
     from hswq_lab.model import Model
     from hswq_lab.results import Result
 
-__all__ = ["bar", "check_target", "finish", "load", "say", "say_written", "table", "workers"]
+__all__ = ["bar", "check_target", "file_of", "finish", "load", "say", "say_written", "table", "workers"]
 
 
 def say(text: object = "") -> None:
@@ -61,8 +64,18 @@ def load(path: str, args: argparse.Namespace) -> Model:
     return open_model(path, args.device, args.captions, tuple(args.size), args.vae)
 
 
+def file_of(name: str) -> str:
+    """A checkpoint's path as it was given; for the small model's name, the file that ships with the package."""
+    return str(mini_weights()) if name == MINI_NAME and not Path(name).exists() else name
+
+
 def check_target(args: argparse.Namespace) -> None:
-    """Raises HswqError, before any work is done, if OUT cannot be written or exists and --force is missing."""
+    """Asks before any work is done whether OUT can be written.
+
+    Raises:
+        HswqError: OUT is a folder or one of the files that are read, its folder is missing or read-only, or it
+            exists and --force is missing.
+    """
     out: Path = args.out
     if out.suffix != ".safetensors":
         raise HswqError(
@@ -74,8 +87,33 @@ def check_target(args: argparse.Namespace) -> None:
         if args.shard_bytes < 1:
             raise HswqError("impossible size of a part", found=args.shard_bytes, expected="at least 1 byte")
         out = out.with_name(out.stem + INDEX_SUFFIX)
-    if out.exists() and not args.force:
-        raise HswqError("the target exists already", file=out, fix="choose another name, or add --force")
+    if out.is_dir():
+        raise HswqError("the target is a folder", file=out, fix="add a file's name")
+    if out.exists():
+        if any(out.samefile(path) for path in _inputs(args)):
+            raise HswqError(
+                "the target is a file that is being read", file=out, fix="write under another name"
+            )
+        if not args.force:
+            raise HswqError("the target exists already", file=out, fix="choose another name, or add --force")
+    try:
+        with TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise HswqError("the target's folder cannot be written to", file=out, found=error.strerror) from error
+
+
+def _inputs(args: argparse.Namespace) -> list[Path]:
+    """The files that arguments name, other than those that are written; FILE:STRENGTH too."""
+    values = [value for name, value in vars(args).items() if name not in ("out", "json", "save")]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    named = [
+        text
+        for item in flat
+        if isinstance(item, str | Path)
+        for text in (str(item), str(item).rpartition(":")[0])
+    ]
+    return [path for path in map(Path, named) if path.name and path.exists()]
 
 
 def say_written(path: Path) -> None:

@@ -107,7 +107,7 @@ def _files(verbs: _Verbs) -> None:
     inspect = verbs.add(
         "inspect", "files", "say what is in a file", "Reads a checkpoint's or a LoRA's header: what is in it."
     )
-    inspect.add_argument("file", help="a checkpoint, or a LoRA file")
+    inspect.add_argument("file", help="a checkpoint, mini-zimage, or a LoRA file")
     inspect.add_argument(
         "--model", help=f"for a LoRA: where each of its modules goes in this model: {_MODEL}"
     )
