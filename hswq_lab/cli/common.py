@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -107,13 +108,10 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
     """The files that arguments name, other than those that are written; FILE:STRENGTH too."""
     values = [value for name, value in vars(args).items() if name not in ("out", "json", "save")]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    named = [
-        text
-        for item in flat
-        if isinstance(item, str | Path)
-        for text in (str(item), str(item).rpartition(":")[0])
-    ]
-    return [path for path in map(Path, named) if path.name and path.exists()]
+    texts = [str(item) for item in flat if isinstance(item, str | Path)]
+    named = [*texts, *(text.rpartition(":")[0] for text in texts)]
+    # Other than Path.exists it takes a prompt of any length.
+    return [Path(name) for name in named if name and os.path.exists(name)]  # noqa: PTH110
 
 
 def say_written(path: Path) -> None:
