@@ -243,6 +243,19 @@ def test_calibration_survives_a_bake_and_is_noted():
         assert "input_scale of 1 touched layers" in BakeReport([evidence]).notes[0]
 
 
+def test_the_price_of_a_bake_in_place_is_noted_with_what_has_none():
+    w = _source()
+    pack, delta = pack_weight(w, "int8_tensorwise", 256), [(_delta(0.02, w), 1.0)]
+    in_place, from_source = bake_in_place(pack, delta, NAME, w)[1], bake_from_source(w, pack, delta, NAME)[1]
+    (note,) = BakeReport([in_place]).notes
+    assert f"{in_place.growth:.2f} times" in note
+    assert "branch or bake_from_source" in note
+    assert BakeReport([in_place]).summary()["growth"][1] == in_place.growth
+    assert 1.5 < in_place.growth < 1.8
+    assert from_source.growth == pytest.approx(1, abs=0.02)
+    assert BakeReport([from_source]).notes == BakeReport([bake_in_place(pack, delta, NAME)[1]]).notes == []
+
+
 def test_deltas_of_several_loras_are_added_before_the_one_rounding():
     w = _source()
     pack = pack_weight(w, "int8_tensorwise", 256)

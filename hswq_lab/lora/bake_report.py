@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hswq_lab.effect import EffectReport
     from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict
 
+_NOTED_GROWTH = 1.1
+
 _KINDS: tuple[Kind, ...] = ("nvfp4", "int8", "other_qt", "16-bit")
 
 
@@ -113,7 +115,7 @@ class BakeReport(Result):
 
     @property
     def notes(self) -> list[str]:
-        """What is not wrong, but should be known: calibrated scales, and where DoRA's norms came from."""
+        """What is not wrong, but should be known: about calibration, the price of a bake, DoRA's norms."""
         calibrated = sum(row.calibrated for row in self.rows)
         notes = []
         if calibrated:
@@ -122,22 +124,42 @@ class BakeReport(Result):
                 "move the inputs of later layers: watch the clipped blocks in the load report or recalibrate"
             )
         notes += [
+            f"baking in place made the error to the source {growth:.2f} times what it was on {kind.kind} layers, the "
+            "price of rounding by chance, which keeps small deltas; a branch or bake_from_source makes it no larger"
+            for kind in self.kinds
+            if (growth := self._growth(kind.kind)) is not None and growth > _NOTED_GROWTH
+        ]
+        notes += [
             f"DoRA's norms on {count} layers come from the {origin}"
             for origin in ("source", "pack")
             if (count := sum(row.norms_from == origin for row in self.rows))
         ]
         return notes
 
+    def _growth(self, kind: Kind) -> float | None:
+        """The mean growth of the error to the source by bakes in place; None without a source or without bakes."""
+        rows = [row for row in self.rows if row.kind == kind and row.way == "bake"]
+        found = [row.growth for row in rows if row.growth is not None]
+        return sum(found) / len(found) if found else None
+
     def summary(self) -> pd.DataFrame:
-        """One row a kind: counts, verdict, and the mean retained share weighted by ‖ΔW‖²."""
+        """One row a kind: counts, verdict, the mean retained share weighted by ‖ΔW‖², the mean growth of the error."""
         frames = []
         for kind in self.kinds:
             rows = [row for row in self.rows if row.kind == kind.kind and row.retained is not None]
             energy = sum(row.delta_norm**2 for row in rows)
             share = sum((row.retained or 0.0) * row.delta_norm**2 for row in rows)
             warned = sum(bool(row.warning) for row in rows)
-            retained = share / energy if energy else None
-            frames.append({**vars(kind), "verdict": kind.verdict, "retained": retained, "warned": warned})
+            means = {"retained": share / energy if energy else None, "growth": self._growth(kind.kind)}
+            frames.append({**vars(kind), "verdict": kind.verdict, **means, "warned": warned})
+                {
+                    **vars(kind),
+                    "verdict": kind.verdict,
+                    "retained": retained,
+                    "growth": self._growth(kind.kind),
+                    "warned": warned,
+                }
+            )
         return pd.DataFrame(frames)
 
     def to_frame(self) -> pd.DataFrame:
