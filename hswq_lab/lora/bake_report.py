@@ -152,14 +152,6 @@ class BakeReport(Result):
             warned = sum(bool(row.warning) for row in rows)
             means = {"retained": share / energy if energy else None, "growth": self._growth(kind.kind)}
             frames.append({**vars(kind), "verdict": kind.verdict, **means, "warned": warned})
-                {
-                    **vars(kind),
-                    "verdict": kind.verdict,
-                    "retained": retained,
-                    "growth": self._growth(kind.kind),
-                    "warned": warned,
-                }
-            )
         return pd.DataFrame(frames)
 
     def to_frame(self) -> pd.DataFrame:
