@@ -55,4 +55,4 @@ format: $(STAMP)
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
 clean:
-	rm -rf build out notebooks/out docs/*.html docs/plotly.min.js
+	rm -rf build out notebooks/out docs/*.html docs/api docs/plotly.min.js

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import build_docs
+import docs_prose
 import nbformat
 import plotly.graph_objects as go
 import pytest
@@ -25,15 +26,43 @@ def a_notebook(*outputs):
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_index_lists_the_notebook(name):
     assert f"(../notebooks/{name}.ipynb)" in (build_docs.DOCS / "index.md").read_text(encoding="utf-8")
-    assert f'href="{name}.html"' in build_docs.index_page()
+    assert f'href="{name}.html"' in docs_prose.prose_page(build_docs.DOCS / "index.md")
 
 
 def test_the_index_names_nothing_that_is_not_there():
-    addresses = ADDRESS.findall(build_docs.index_page())
-    pages = {f"{name}.html" for name in KNOWN}
-    missing = [a for a in addresses if a not in pages and not (build_docs.DOCS / a).exists()]
+    addresses = ADDRESS.findall(docs_prose.prose_page(build_docs.DOCS / "index.md"))
     assert addresses
+    assert missing_from_the_site(addresses) == []
+
+
+def missing_from_the_site(addresses):
+    pages = {f"{name}.html" for name in (*KNOWN, *docs_prose.sources(), "cli", "api/hswq_lab")}
+    return [a for a in addresses if a not in pages and not (build_docs.DOCS / a).exists()]
+
+
+@pytest.mark.parametrize("name", docs_prose.sources())
+def test_a_written_page_leads_to_pages_that_are_there(name):
+    source = docs_prose.sources()[name]
+    page = docs_prose.prose_page(source)
+    outside = [a for a in ADDRESS.findall(page) if a.startswith("http")]
+    assert missing_from_the_site(set(ADDRESS.findall(page)) - set(outside)) == []
+
+
+@pytest.mark.parametrize("name", docs_prose.sources())
+def test_a_link_in_a_source_is_good_where_the_source_lies(name):
+    source = docs_prose.sources()[name]
+    made = ("cli.html", "api/hswq_lab.html")
+    links = re.findall(r"\]\(([^)#]+)", source.read_text(encoding="utf-8"))
+    missing = [
+        a for a in links if not a.startswith("http") and a not in made and not (source.parent / a).exists()
+    ]
     assert missing == []
+
+
+def test_the_commands_page_has_every_verb():
+    page = docs_prose.commands_page()
+    for verb in ("inspect", "pack", "lora merge", "compare", "lab"):
+        assert f"<h2>hswq-lab {verb}</h2>" in page
 
 
 def test_a_plot_becomes_a_drawing_that_needs_no_network():
