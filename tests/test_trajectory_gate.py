@@ -33,7 +33,7 @@ def test_the_gate_is_a_mean_of_95_hundredths():
     below = judge("tc", [traced(1, 0.93), traced(2, 0.969)])
     assert not below.passed
     assert "the mean is below 0.95" in below.text
-    assert "FAILS" in below.text
+    assert "fails the reference gate" in below.text
 
 
 def test_one_bifurcation_fails_whatever_the_mean():

@@ -62,7 +62,7 @@ class VariantVerdict:
             f"{len(self.bifurcated)} of {self.seeds} bifurcated"
         )
         if not self.passed:
-            return f"{self.variant}: FAILS the reference gate ({'; '.join(self._reasons())}); {figures}"
+            return f"{self.variant}: fails the reference gate ({'; '.join(self._reasons())}); {figures}"
         alike = ", same image on every seed" if self.same_image else ""
         return f"{self.variant}: passes the reference gate{alike}; {figures}"
 
