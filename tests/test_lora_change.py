@@ -138,3 +138,9 @@ def test_a_change_of_no_rank_touches_nothing():
     assert not empty.any()
     assert not empty.touched.any()
     assert torch.equal(empty.dense(), torch.zeros(4, 16))
+    w, source = _normal(4, 16), _normal(4, 16, seed=1)
+    found = change_sums(w, w, empty, source)
+    assert found.rows == found.cc == found.dd == 0
+    assert found.source == pytest.approx(found.source_after) == pytest.approx(float(source.square().sum()))
+    pack = pack_weight(w, "nvfp4", 4)
+    assert bake(pack, empty, NAME).same_bits(pack)

@@ -33,7 +33,7 @@ inline bool is_touched(const Delta& delta, int64_t row) {
 inline void delta_chunk(const Delta& delta, int64_t row, int64_t col, float* d) {
     const int64_t n = chunk_size(delta.cols, col);
     const float* left = delta.left + row * delta.rank;
-    if (delta.down == nullptr) {
+    if (delta.down == nullptr && delta.rank != 0) {  // empty factors may have no address
         __builtin_memcpy(d, left + col, size_t(n) * 4);
     } else if (n == kChunk) {
         constexpr int kTile = 8;  // sums that are in registers at a time

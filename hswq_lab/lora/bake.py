@@ -39,28 +39,28 @@ def total_delta(deltas: Weighted, weight: Tensor, norms_of: Tensor | None = None
 
 
 def change_of(
-    deltas: Weighted, shape: tuple[int, int], weight: Callable[[], Tensor], norms_of: Tensor | None = None
+    deltas: Weighted, value: Weight, weight: Callable[[], Tensor], norms_of: Tensor | None = None
 ) -> Change:
     """Σ strength · ΔW of a layer: as factors where all deltas are low-rank, else as a whole.
 
     Args:
-        deltas: of one layer, with strengths, on one device.
-        shape: (N, K).
+        deltas: of one layer, with strengths, where the layer's weight is.
+        value: that weight [N, K] as it is stored.
         weight: makes the pristine weight, fp32 [N, K], unrotated; asked for only if factors do not do.
         norms_of: fp32 [N, K], the source's weight for DoRA's norms, if there is one.
     """
     parts = [(part, strength) for delta, strength in deltas for part in delta.parts if strength != 0]
     low_rank = [(part, strength * part.scale) for part, strength in parts if isinstance(part, LowRank)]
-    if len(low_rank) < len(parts) or not parts:
-        return Change(total_delta(deltas, weight() if parts else torch.zeros(shape), norms_of))
-    device = low_rank[0][0].down.device
-    left = torch.zeros(shape[0], sum(part.down.shape[0] for part, _ in low_rank), device=device)
+    if len(low_rank) < len(parts):
+        return Change(total_delta(deltas, weight(), norms_of))
+    n, k = value.shape
+    left = torch.zeros(n, sum(part.down.shape[0] for part, _ in low_rank), device=value.device)
     column = 0
     for part, factor in low_rank:
         rank = part.down.shape[0]
         left[part.start : part.stop, column : column + rank] = part.up.float() * factor
         column += rank
-    down = torch.cat([part.down.float() for part, _ in low_rank])
+    down = torch.cat([torch.zeros(0, k, device=value.device), *(part.down.float() for part, _ in low_rank)])
     used = (down != 0).any(dim=1) & (left != 0).any(dim=0)  # a factor of zeros touches no row
     return Change(left[:, used].contiguous(), down[used])
 
@@ -98,7 +98,7 @@ def put_in_place(
     """
     origin = _checked(source, value, name)
     norms_of = origin.float() if origin is not None and _norms_from(deltas, origin) else None
-    change = change_of(deltas, _shape(value), lambda: unpacked(value), norms_of)
+    change = change_of(deltas, value, lambda: unpacked(value), norms_of)
     after = known
     if after is None:
         after = bake(value, change, name) if change.any() else value
@@ -150,7 +150,7 @@ def put_from_source(
     origin = _checked(source, value, name)
     assert origin is not None  # noqa: S101 - a source was given
     origin = origin.float()
-    change = change_of(deltas, _shape(value), lambda: origin)
+    change = change_of(deltas, value, lambda: origin)
     after = known
     if after is None:
         wanted = change.added_to(origin)
@@ -194,7 +194,7 @@ def _packed_like(value: Weight, wanted: Tensor, name: str, scales: Method) -> We
     if isinstance(value, Nvfp4Weight):
         packed = packing.pack_weight(wanted, value.format, value.group, scales=scales, name=name)
         assert isinstance(packed, Nvfp4Weight)  # noqa: S101 - by its format
-        return packed.with_input_scale(value.input_scale)
+        return packed.with_activations_of(value)
     packed = packing.pack_weight(wanted, value.format, value.group, name=name)
     if isinstance(packed, Fp8Weight) and isinstance(value, Fp8Weight):
         return replace(packed, input_scale=value.input_scale)
@@ -216,10 +216,6 @@ def _checked(source: Tensor | None, value: Weight, name: str) -> Tensor | None:
     if not source.is_floating_point() or source.dtype.itemsize < 2:
         raise HswqError("the source's weight is itself quantised", tensor=name, found=str(source.dtype))
     return source.to(value.device)
-
-
-def _shape(value: Weight) -> tuple[int, int]:
-    return value.shape[0], value.shape[1]
 
 
 def _norms_from(deltas: Weighted, origin: Tensor | None) -> str:

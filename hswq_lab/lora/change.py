@@ -143,7 +143,7 @@ def change_sums(before: Weight, after: Weight, change: Change, source: Tensor | 
         source: the 16-bit weight [N, K], or None.
     """
     group = before.group if isinstance(before, PackedWeight) else None
-    if backend_for(change.left.device) == "cpu":
+    if backend_for(before.device) == "cpu":
         from hswq_lab import _cpu_bake  # noqa: PLC0415 - it cannot be imported without the extension
 
         old, new = (_readable(value) for value in (before, after))
