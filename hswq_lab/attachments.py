@@ -451,13 +451,15 @@ def _refuse_absurd(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> N
 
 
 def _refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
+    """The pack tells how many channels were rescaled, not by how much: the delta cannot be brought to its units."""
     if SMOOTH_KEY in checkpoint.metadata:
         raise HswqError(
-            "the model's channels were rescaled, and a LoRA that was trained on the original has other units",
+            "the pack's channels were rescaled by smooth(), and a LoRA of the original has other units",
             file=checkpoint.path,
             tensor=item.lora.name,
             found=f"metadata {SMOOTH_KEY}",
-            fix="put the LoRA on a pack that was made without smooth()",
+            fix="bake the LoRA into the 16-bit model, save it, and smooth and pack the result; or put the LoRA on a "
+            "pack that was made without smooth()",
         )
 
 
