@@ -144,3 +144,26 @@ def test_a_change_of_no_rank_touches_nothing():
     assert found.source == pytest.approx(found.source_after) == pytest.approx(float(source.square().sum()))
     pack = pack_weight(w, "nvfp4", 4)
     assert bake(pack, empty, NAME).same_bits(pack)
+
+
+# -- on a card ------------------------------------------------------------------------------------------
+
+
+def _moved(change: Change) -> Change:
+    return Change(change.left.cuda(), None if change.down is None else change.down.cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ops.backends()["cuda"].usable, reason="no usable card")
+@pytest.mark.parametrize(("form", "group"), [*FORMATS, ("float8_e4m3fn", None)])
+def test_a_card_gives_the_bytes_and_the_sums_of_the_cpu(form, group):
+    for factor in (1.0, 3000.0):
+        change = replace(_factors(100, 1024), left=_factors(100, 1024).left * factor)
+        for kind in (change, Change(change.dense())):
+            pack, source = _pack(100, 1024, form, group), _normal(100, 1024, seed=3).bfloat16() * 0.04
+            here, there = bake(pack, kind, NAME), bake(pack.to("cuda"), _moved(kind), NAME)
+            assert there.device.type == "cuda"
+            assert there.to("cpu").same_bits(here)
+            sums = change_sums(pack, here, kind, source)
+            on_card = change_sums(pack.to("cuda"), there, _moved(kind), source.cuda())
+            assert astuple(on_card) == pytest.approx(astuple(sums), rel=1e-4, abs=1e-4)
