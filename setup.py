@@ -36,12 +36,13 @@ BUILD_ERRORS = (CCompilerError, BaseError, OSError, subprocess.SubprocessError)
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
 AVX512 = (
-    f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vnni -mprefer-vector-width=512"
+    f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vnni -mavx512bf16"
+    " -mprefer-vector-width=512"
 )
 ISA_FLAGS = {
     "avx2": AVX2.split(),
     "avx512": AVX512.split(),
-    "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split(),
+    "amx": f"{AVX512} -mamx-tile -mamx-int8 -mamx-bf16".split(),
 }
 MATH_FLAGS = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # GCC 12 takes the undefined vectors inside its own intrinsics for mistakes of ours.

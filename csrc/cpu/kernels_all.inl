@@ -20,8 +20,8 @@ namespace {
 #include "cpu/int8.inl"
 #include "cpu/bake.inl"
 #include "cpu/epilogue.inl"
-#if defined(__AMX_TILE__)
-#include "cpu/gemm_amx.inl"
+#if defined(__AVX512BF16__)
+#include "cpu/gemm_tiles.inl"
 constexpr W4Gemm kW4 = {w4_packed_bytes, w4_pack, w4_multiply};
 #else
 #include "cpu/gemm_plain.inl"
