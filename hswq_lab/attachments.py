@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args, overload
+from dataclasses import replace
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.slots import located
+from hswq_lab.declared import (
+    LORAS_KEY,
+    SCALES_KEY,
+    SMOOTH_KEY,
+    Attachment,
+    Way,
+    check_lora,
+    refuse_absurd,
+    refuse_baked,
+    refuse_mixtures,
+    refuse_smoothed,
+    refuse_unbranchable,
+)
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora import (
@@ -31,69 +43,9 @@ from hswq_lab.lora import (
     total_delta,
 )
 from hswq_lab.lora.evidence import Baked, Verdict
-from hswq_lab.lora.targets import TargetIndex, unpacked
+from hswq_lab.lora.targets import unpacked
 
-_MOST_GAIN = 1000.0
-
-Way = Literal["branch", "bake", "bake_from_source"]
-
-LORAS_KEY = "hswq.loras"
-"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
-
-SMOOTH_KEY = "hswq.smooth"
-"""Metadata of a model whose channels were rescaled before packing: layers → number of rescaled channels."""
-
-SCALES_KEY = "hswq.scales"
-"""Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""
-
-
-@dataclass(frozen=True, eq=False)
-class Attachment:
-    """One LoRA as it was declared.
-
-    Attributes:
-        allow_unmatched: go on although keys of the file match no layer.
-        allow_baked: bake although the checkpoint's metadata say that LoRAs are baked into it already.
-        verdict: of the evidence when it was attached; None if it has not been measured since it was declared.
-
-    Raises (in the constructor):
-        HswqError: an unknown way, a strength that is not finite, or "bake_from_source" without a source.
-    """
-
-    lora: LoraFile
-    strength: float
-    how: Way
-    source: Checkpoint | None = None
-    allow_unmatched: bool = False
-    allow_baked: bool = False
-    verdict: Verdict | None = None
-
-    def __post_init__(self) -> None:
-        if self.how not in get_args(Way):
-            raise HswqError(
-                "unknown way to apply a LoRA", found=repr(self.how), expected=", ".join(get_args(Way))
-            )
-        if not torch.isfinite(torch.tensor(self.strength)):
-            raise HswqError(
-                "a LoRA's strength must be a finite number", file=self.lora.path, found=self.strength
-            )
-        if self.how == "bake_from_source" and self.source is None:
-            raise HswqError(
-                "baking from source needs the 16-bit checkpoint",
-                file=self.lora.path,
-                fix="give source=, or use 'bake'",
-            )
-
-    def __str__(self) -> str:
-        return f"{self.lora.name} ×{self.strength:g} ({self.how})"
-
-
-def check_lora(value: object) -> None:
-    """Raises HswqError for anything but a loaded LoRA."""
-    if not isinstance(value, LoraFile):
-        raise HswqError(
-            "this is no loaded LoRA", found=repr(value), fix="open the file with hl.load_lora first"
-        )
+__all__ = ["LORAS_KEY", "SCALES_KEY", "SMOOTH_KEY", "Attachment", "Attachments", "Way", "check_lora"]
 
 
 class BakedWeights(Protocol):
@@ -130,17 +82,17 @@ class Attachments(Sequence[Attachment]):
         self._checkpoint = checkpoint
         self._layers = layers
         self._items = tuple(items)
-        _refuse_mixtures(self._items)
+        refuse_mixtures(self._items)
         for item in self._items:
-            _refuse_baked(item, checkpoint)
-            _refuse_smoothed(item, checkpoint)
-            _refuse_absurd(item, layers)
+            refuse_baked(item, checkpoint)
+            refuse_smoothed(item, checkpoint)
+            refuse_absurd(item, layers)
         self._deltas = [
             item.lora.deltas(layers, allow_unmatched=item.allow_unmatched) for item in self._items
         ]
         for item, deltas in zip(self._items, self._deltas, strict=True):
             if item.how == "branch":
-                _refuse_unbranchable(item, deltas)
+                refuse_unbranchable(item, deltas)
 
     @overload
     def __getitem__(self, index: int) -> Attachment: ...
@@ -413,97 +365,3 @@ class Attachments(Sequence[Attachment]):
 def _weighty(deltas: Sequence[tuple[LayerDelta, float]]) -> bool:
     """Whether any of the deltas is more than one of the bias."""
     return any(delta.parts for delta, _ in deltas)
-
-
-def _refuse_mixtures(items: Sequence[Attachment]) -> None:
-    """Two ways of baking on one model would make the weights depend on the order of the attachments."""
-    ways = {item.how for item in items} - {"branch"}
-    if len(ways) > 1:
-        raise HswqError(
-            "LoRAs baked in place and LoRAs baked from source cannot be on one model",
-            found=", ".join(str(item) for item in items),
-            fix="bake all of them the same way",
-        )
-    seen = [item.lora.sha256 for item in items]
-    for item in items:
-        if seen.count(item.lora.sha256) > 1:
-            raise HswqError(
-                "this LoRA is attached already",
-                file=item.lora.path,
-                fix="change its strength, or detach it first",
-            )
-
-
-def _refuse_absurd(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> None:
-    """A trained layer amplifies x about once; what is so much more leaves NaN or noise, whatever the way."""
-    module, gain = item.lora.strongest
-    strength = abs(item.strength) * gain
-    if strength > _MOST_GAIN:
-        target = TargetIndex(layers).find(module)
-        raise HswqError(
-            "with this strength the LoRA is so much larger than the weights that no picture can come of it",
-            file=item.lora.path,
-            tensor=target.layer if target else module,
-            found=f"strength {item.strength:g}, at which the rows of its delta have norms of {strength:.3g}",
-            expected=f"at most {_MOST_GAIN:g}; rows of a trained weight have norms of about 1",
-            fix="use a strength near 1, or look at the effective scales in hl.load_lora(...).report()",
-        )
-
-
-def _refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
-    """The pack tells how many channels were rescaled, not by how much: the delta cannot be brought to its units."""
-    if SMOOTH_KEY in checkpoint.metadata:
-        raise HswqError(
-            "the pack's channels were rescaled by smooth(), and a LoRA of the original has other units",
-            file=checkpoint.path,
-            tensor=item.lora.name,
-            found=f"metadata {SMOOTH_KEY}",
-            fix="bake the LoRA into the 16-bit model, save it, and smooth and pack the result; or put the LoRA on a "
-            "pack that was made without smooth()",
-        )
-
-
-def _refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
-    """A file that has LoRAs in it is no pristine pack: another bake on top would go unnoticed."""
-    baked = baked_loras(checkpoint.metadata)
-    if not baked or item.how == "branch" or (item.allow_baked and item.how == "bake"):
-        return
-    raise HswqError(
-        "LoRAs are baked into this file already",
-        file=checkpoint.path,
-        found=", ".join(baked),
-        expected="a pack without baked LoRAs",
-        fix="bake all LoRAs at once into the pack that this file was made from"
-        + ("" if item.how == "bake_from_source" else "; or say allow_baked=True to add to them"),
-    )
-
-
-def baked_loras(metadata: Mapping[str, str]) -> list[str]:
-    """The LoRAs that a file's metadata say are baked into it, in words.
-
-    Raises:
-        HswqError: the entry is not what this package writes.
-    """
-    try:
-        told = json.loads(metadata.get(LORAS_KEY, "[]"))
-        return [f"{entry['name']} ×{float(entry['strength']):g} ({entry['how']})" for entry in told]
-    except (ValueError, TypeError, KeyError) as error:
-        raise HswqError(
-            "the file's list of baked LoRAs cannot be read",
-            tensor=LORAS_KEY,
-            found=metadata[LORAS_KEY][:200],
-            expected="a JSON list of name, strength, how",
-        ) from error
-
-
-def _refuse_unbranchable(item: Attachment, deltas: Mapping[str, LayerDelta]) -> None:
-    for layer in deltas:
-        reason = deltas[layer].why_no_branch()
-        if reason is not None:
-            raise HswqError(
-                "this LoRA cannot run as a branch",
-                file=item.lora.path,
-                tensor=layer,
-                found=reason,
-                fix="attach it with how='bake'",
-            )
