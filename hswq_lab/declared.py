@@ -152,7 +152,7 @@ def baked_loras(metadata: Mapping[str, str]) -> list[str]:
     try:
         told = json.loads(metadata.get(LORAS_KEY, "[]"))
         return [f"{entry['name']} ×{float(entry['strength']):g} ({entry['how']})" for entry in told]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise HswqError(
             "the file's list of baked LoRAs cannot be read",
             tensor=LORAS_KEY,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hswq_lab.errors import HswqError
+from hswq_lab.json_file import read_json
 
 if TYPE_CHECKING:
     import os
@@ -71,7 +71,7 @@ def open_vae(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     """
     folder = Path(path) / "vae" if (Path(path) / "vae").is_dir() else Path(path)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = read_json(folder / "config.json")
         if config.get("_class_name") != CLASS:
             raise HswqError("this is no VAE", file=folder, found=config.get("_class_name"), expected=CLASS)
         codec = VaeCodec(

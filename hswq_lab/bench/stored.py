@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from hswq_lab.bench.gemm import TORCH, WHOLE, GemmBench, GemmRow
 from hswq_lab.bench.machine import Roofline
 from hswq_lab.bench.model import ModelBench, ModelRow
 from hswq_lab.errors import HswqError
+from hswq_lab.json_file import read_json
 
 Bench: TypeAlias = GemmBench | ModelBench
 
@@ -29,10 +29,7 @@ def read_bench(path: str | os.PathLike[str]) -> Bench:
         HswqError: the file cannot be read, or is not such a result.
     """
     file = Path(path)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HswqError("a stored benchmark cannot be read", file=file, found=error) from error
+    content: Any = read_json(file)
     kind = content.get("result") if isinstance(content, dict) else None
     try:
         if kind is None and isinstance(content, dict) and _KERNEL_MARK in content:
