@@ -61,8 +61,8 @@ def change_of(
         left[part.start : part.stop, column : column + rank] = part.up.float() * factor
         column += rank
     down = torch.cat([torch.zeros(0, k, device=value.device), *(part.down.float() for part, _ in low_rank)])
-    used = (down != 0).any(dim=1) & (left != 0).any(dim=0)  # a factor of zeros touches no row
-    return Change(left[:, used].contiguous(), down[used])
+    used = down.any(dim=1)  # a factor of zeros touches no row
+    return Change(left, down) if used.all() else Change(left[:, used].contiguous(), down[used])
 
 
 def bake_in_place(

@@ -46,7 +46,7 @@ class Change:
 
     def any(self) -> bool:
         """Whether any row is changed."""
-        return self.left.numel() > 0 and bool(self.touched.any())
+        return bool(self.left.any())
 
     def added_to(self, weight: Tensor) -> Tensor:
         """W + ΔW, fp32 [N, K], for a weight in fp32."""
