@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import cast
 
 import torch
@@ -316,6 +317,11 @@ class ZImage(nn.Module):
 
 def linear_layers(config: ZImageConfig) -> dict[str, tuple[int, int]]:
     """Every Linear of the network, in network order: layer name -> (out_features N, in_features K)."""
+    return dict(_linear_layers(config))
+
+
+@cache  # it is asked for at every layer of a report, and takes ten milliseconds at full size
+def _linear_layers(config: ZImageConfig) -> tuple[tuple[str, tuple[int, int]], ...]:
     found: dict[str, tuple[int, int]] = {}
 
     def record(name: str, in_features: int, out_features: int, _bias: bool) -> nn.Module:  # noqa: FBT001
@@ -324,4 +330,4 @@ def linear_layers(config: ZImageConfig) -> dict[str, tuple[int, int]]:
 
     with torch.device("meta"):
         ZImage(config, record)
-    return found
+    return tuple(found.items())
