@@ -45,9 +45,13 @@ def finite(value: object, what: str) -> float:
     Raises:
         HswqError: it is infinite, not a number, or something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
         raise HswqError(f"{what} must be a finite number", found=repr(value)[:80])
-    return float(value)
+    return number
 
 
 def device_of(value: str | torch.device | None) -> torch.device:

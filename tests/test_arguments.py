@@ -79,3 +79,9 @@ def test_numbers_of_numpy_are_numbers():
     assert whole(np.int64(3), "a count") == 3
     assert finite(np.float32(0.5), "a factor") == 0.5
     assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), True, "1", None, 1j])
+def test_what_is_no_finite_number_is_refused(value):
+    with pytest.raises(hl.HswqError, match="a factor must be a finite number"):
+        finite(value, "a factor")

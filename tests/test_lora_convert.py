@@ -154,8 +154,14 @@ def test_merged_biases_add_up_and_impossible_merges_are_refused():
     lora = lora_from_tensors(bias)
     merged = merge_loras([(lora, 0.5), (lora, 2.0)], LAYERS, 4)
     assert torch.equal(merged.tensors[f"diffusion_model.{OUT}.diff_b"], torch.full((D,), 2.5))
-    for loras, rank in (([], 4), ([(lora, 1.0)], 0)):
-        with pytest.raises(HswqError, match="needs LoRAs and a rank"):
+    for loras, rank, message in [
+        ([], 4, "needs LoRAs"),
+        ([(lora, 1.0)], 0, "rank is a whole number"),
+        ([(lora, 1.0)], 2.5, "rank is a whole number"),
+        ([(lora, float("nan"))], 4, "strength of in memory must be a finite number"),
+        ([(lora, "1")], 4, "strength of in memory must be a finite number"),
+    ]:
+        with pytest.raises(HswqError, match=message):
             merge_loras(loras, LAYERS, rank)
     with pytest.raises(HswqError, match="nothing to write"):
         merge_loras([(lora, 0.0)], LAYERS, 4)

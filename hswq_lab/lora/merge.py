@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
+from hswq_lab.arguments import finite, whole
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.bake import total_delta
 from hswq_lab.lora.convert import Dialect, write_units
@@ -96,10 +97,13 @@ def merge_loras(
         progress: told after each layer.
 
     Raises:
-        HswqError: no LoRAs, a rank below 1, a file that does not fit, or a DoRA without a model.
+        HswqError: no LoRAs, a rank below 1, a strength that is no finite number, a file that does not fit, or
+            a DoRA without a model.
     """
-    if not loras or rank < 1:
-        raise HswqError("a merge needs LoRAs and a rank", found=f"{len(loras)} LoRAs, rank {rank}")
+    if not loras:
+        raise HswqError("a merge needs LoRAs", found="none")
+    rank = whole(rank, "the rank")
+    loras = [(lora, finite(strength, f"the strength of {lora.name}")) for lora, strength in loras]
     deltas = [(lora.deltas(layers), strength) for lora, strength in loras]
     touched = [name for name in layers_of(layers) if any(name in found for found, _ in deltas)]
     tell = progress or silent
