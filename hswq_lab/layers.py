@@ -108,12 +108,32 @@ class Nvfp4Linear(LabLinear):
 
 
 class Nvfp4TensorCoreLinear(Nvfp4Linear):
-    """An NVFP4 weight with NVFP4 activations (W4A4, "tc"); counts the blocks that a static scale clips."""
+    """An NVFP4 weight with NVFP4 activations (W4A4, "tc"); counts the blocks that a static scale clips.
+
+    With an input basis P [r, K], whose rows have mean square 1, what is rounded is x − (x Pᵀ) P / K, and
+    (x Pᵀ) (W Pᵀ)ᵀ / K is added in x's dtype: two skinny products. Without rounding that is x Wᵀ for any P. The
+    smaller what is left of x, the smaller its rounding error (the idea of Saxena et al., "ResQ", 2024).
+    """
+
+    def __init__(self, name: str, weight: Nvfp4Weight, bias: Tensor | None, resolved: Resolved) -> None:
+        super().__init__(name, weight, bias, resolved)
+        self._basis: Tensor | None = None
+        if weight.basis is not None:
+            self._basis = weight.basis.float()
+            self._up = packing.dequantize(weight) @ self._basis.T / self.in_features
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LabLinear.multiply`."""
+        if self._basis is None:
+            return self._rounded(x)
+        basis = self._basis.to(x.dtype)
+        inside = functional.linear(x, basis)
+        rest = torch.addmm(x, inside, basis, alpha=-1 / self.in_features)
+        return torch.addmm(self._rounded(rest), inside, self._up.to(x.dtype).T)
+
+    def _rounded(self, x: Tensor) -> Tensor:
         w, s_x = self.weight, self.activation_scale(x)
-        codes, scales, clipped = ops.rotate_quantize_nvfp4_counted(x, s_x, w.group)
+        codes, scales, clipped = ops.rotate_quantize_nvfp4_counted(x, s_x, w.group, w.activation_scales)
         if self.resolved.activation_scale == "static":
             self._counters[2].add_(x.shape[0] * -(-self.in_features // 16))
             self._counters[3].add_(clipped)

@@ -145,10 +145,13 @@ def rotate_quantize_nvfp4(x: Tensor, tensor_scale: Tensor, group: int | None) ->
 
 
 def rotate_quantize_nvfp4_counted(
-    x: Tensor, tensor_scale: Tensor, group: int | None
+    x: Tensor, tensor_scale: Tensor, group: int | None, method: Method = "rtn"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotate_quantize_nvfp4`, and how many blocks the scale clipped (``amax / 6 / s > 448``), int64 scalar."""
-    return cast(Triple, _quantize_nvfp4(x, tensor_scale, group, "rtn", None, None))
+    """`rotate_quantize_nvfp4`, and how many blocks the scale clipped (``amax / 6 / s > 448``), int64 scalar.
+
+    `method` is as of `quantize_nvfp4`.
+    """
+    return cast(Triple, _quantize_nvfp4(x, tensor_scale, group, method, None, None))
 
 
 def dequantize_nvfp4(

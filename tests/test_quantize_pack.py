@@ -26,7 +26,7 @@ def activations(layer: str, group: int | None, mean_square: torch.Tensor) -> Cal
 
 def test_layers_are_packed_as_planned(tiny_model):
     packed = pack(tiny_model, HYBRID)
-    for layer, (form, group) in HYBRID.for_layers(tiny_model.layers()).items():
+    for layer, (form, group, _) in HYBRID.for_layers(tiny_model.layers()).items():
         entry = packed.checkpoint.entry(f"{layer}.weight")
         assert (entry.format, entry.group) == (form, group)
     assert packed.checkpoint.entry("layers.0.attention.out.weight").group is None

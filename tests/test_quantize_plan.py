@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hswq_lab import packing
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.quantize import ImpactReport, LayerImpact, Plan
+from hswq_lab.quantize.choose import Option, within_budget
 from hswq_lab.quantize.plan import layer_format, packed_nbytes
 
 LAYERS = {
@@ -39,18 +42,18 @@ def report(impacts: dict[str, float], shapes=None, int8: float | None = None) ->
 def test_the_last_matching_entry_wins_and_an_unmatched_layer_stays():
     plan = Plan({"layers.*": "int8", "*.qkv": "nvfp4", "layers.1.attention.qkv": "16-bit"})
     formats = plan.for_layers(LAYERS)
-    assert formats["layers.0.feed_forward.w1"] == ("int8_tensorwise", 64)
-    assert formats["layers.0.attention.qkv"] == ("nvfp4", 64)
-    assert formats["layers.1.attention.qkv"] == ("16-bit", None)
-    assert formats["x_embedder"] == ("16-bit", None)
+    assert formats["layers.0.feed_forward.w1"] == ("int8_tensorwise", 64, 0)
+    assert formats["layers.0.attention.qkv"] == ("nvfp4", 64, 0)
+    assert formats["layers.1.attention.qkv"] == ("16-bit", None, 0)
+    assert formats["x_embedder"] == ("16-bit", None, 0)
 
 
 def test_unrotated_formats_and_groups():
-    assert layer_format("nvfp4", 3840) == ("nvfp4", 256)
-    assert layer_format("nvfp4-unrotated", 3840) == ("nvfp4", None)
-    assert layer_format("int8_tensorwise", 40) == ("int8_tensorwise", 4)
-    assert layer_format("nvfp4", 63) == ("nvfp4", None)
-    assert layer_format("float8_e4m3fn", 256) == ("float8_e4m3fn", None)
+    assert layer_format("nvfp4", 3840) == ("nvfp4", 256, 0)
+    assert layer_format("nvfp4-unrotated", 3840) == ("nvfp4", None, 0)
+    assert layer_format("int8_tensorwise", 40) == ("int8_tensorwise", 4, 0)
+    assert layer_format("nvfp4", 63) == ("nvfp4", None, 0)
+    assert layer_format("float8_e4m3fn", 256) == ("float8_e4m3fn", None, 0)
 
 
 def test_names_that_end_in_weight_are_matched():
@@ -98,13 +101,14 @@ def test_order_is_part_of_a_plan():
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 300), k=st.integers(1, 300), form=st.sampled_from(["nvfp4", "int8", "float8_e5m2"]))
+@given(n=st.integers(1, 300), k=st.integers(1, 300), form=st.sampled_from(["nvfp4", "nvfp4+r5", "int8"]))
 def test_planned_bytes_are_those_of_the_packed_weight(n, k, form):
     plan = Plan({"*": form})
-    (stored, group) = plan.for_layers({"layer": (n, k)})["layer"]
+    stored, group, rank = plan.for_layers({"layer": (n, k)})["layer"]
     weight = packing.pack_weight(torch.randn(n, k), stored, group)
     if isinstance(weight, Nvfp4Weight):
-        weight = weight.with_input_scale(torch.tensor(1.0))
+        basis = torch.zeros(rank, k).to(torch.float8_e4m3fn) if rank else None
+        weight = replace(weight, input_scale=torch.tensor(1.0), basis=basis)
     assert plan.nbytes({"layer": (n, k)}) == weight.nbytes
     assert plan.bits({"layer": (n, k)}) == pytest.approx(weight.bits_per_weight)
 
@@ -147,6 +151,61 @@ def test_exactly_one_goal(goal):
 def test_impossible_goals(goal, match):
     with pytest.raises(HswqError, match=match):
         report({"a": 1e-3}).plan(**goal)
+
+
+def test_ranks_in_a_plan():
+    plan = Plan({"a": "nvfp4+r016", "b": "nvfp4-unrotated+r4", "c": "nvfp4+r99"})
+    assert dict(plan) == {"a": "nvfp4+r16", "b": "nvfp4-unrotated+r4", "c": "nvfp4+r99"}
+    formats = plan.for_layers({"a": (64, 64), "b": (64, 64), "c": (64, 64)})
+    assert formats["a"] == ("nvfp4", 64, 16)
+    assert formats["b"] == ("nvfp4", None, 4)
+    assert formats["c"].rank == 64
+    assert plan.count("nvfp4", {"a": (64, 64), "b": (64, 64), "c": (64, 64)}) == 3
+    for wrong in ("nvfp4+r", "nvfp4+r0", "nvfp4+r-1", "nvfp4+rx", "int8+r4", "16-bit+r4", "nvfp4+4"):
+        with pytest.raises(HswqError, match=r"unknown format.*nvfp4\+r16"):
+            Plan({"a": wrong})
+
+
+def test_a_budget_buys_a_basis_where_that_is_the_best_use_of_bytes():
+    impact = report({"a": 1e-2, "b": 1e-3})
+    ranked = [LayerImpact(layer, "nvfp4+r4", 64, 64, [x] * 2) for layer, x in (("a", 1e-3), ("b", 5e-4))]
+    both = replace(impact, rows=[*impact.rows, *ranked])
+    least = Plan({"*": "nvfp4"}).nbytes(both.layers)
+    assert dict(both.plan(budget_bytes=least + 4 * 64)) == {"a": "nvfp4+r4", "b": "nvfp4"}
+    assert dict(both.plan(budget_bytes=least + 2 * 4 * 64)) == {"a": "nvfp4+r4", "b": "nvfp4+r4"}
+    assert set(both.plan(nvfp4=2).values()) == {"nvfp4"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    impacts=st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=4),
+    share=st.floats(0.0, 1.0),
+)
+def test_a_choice_of_several_ranks_keeps_its_budget_and_is_near_the_best(impacts, share):
+    options = {
+        str(i): [
+            Option("int8", 100, 0.0),
+            *(
+                Option(f"r{n}", size, x)
+                for n, size, x in zip((16, 4, 0), (70, 60, 50), of_layer, strict=True)
+            ),
+        ]
+        for i, of_layer in enumerate(impacts)
+    }
+    limit = len(options) * 50 + int(share * len(options) * 50)
+    sizes = {layer: {o.format: o.nbytes for o in of_layer} for layer, of_layer in options.items()}
+    costs = {layer: {o.format: o.impact for o in of_layer} for layer, of_layer in options.items()}
+    chosen = within_budget(options, limit)
+    total = sum(sizes[layer][form] for layer, form in chosen.items())
+    assert total <= limit
+    best = min(
+        sum(costs[str(i)][o.format] for i, o in enumerate(each))
+        for each in product(*options.values())
+        if sum(o.nbytes for o in each) <= limit
+    )
+    found = sum(costs[layer][form] for layer, form in chosen.items())
+    # Best impact per byte first is at most one step away from the best choice.
+    assert best <= found <= best + 1
 
 
 shapes_and_impacts = st.dictionaries(
@@ -222,5 +281,5 @@ def test_rotation_is_chosen_by_output_error_where_both_were_measured():
         rows.append(LayerImpact(layer, "nvfp4-unrotated", 64, 64, [1e-3], output_error=unrotated))
     both = ImpactReport("m", "sha", ["x"], [1], 4, 2.5, 1.5, (16, 16), "sweep", rows)
     assert dict(both.plan(nvfp4=2)) == {"a": "nvfp4-unrotated", "b": "nvfp4"}
-    assert both.plan(nvfp4=2).for_layers(both.layers)["a"] == ("nvfp4", None)
+    assert both.plan(nvfp4=2).for_layers(both.layers)["a"] == ("nvfp4", None, 0)
     assert both.plan(nvfp4=2).count("nvfp4", both.layers) == 2

@@ -216,7 +216,8 @@ def _converted(
             values if wanted is None else wanted, "nvfp4", None, choices.scales, name=name
         )
         match = closeness(dense(new), values)
-        lost = "" if old.input_scale is None else "input_scale"
+        left = {"input_scale": old.input_scale, "input_basis": old.basis}
+        lost = ", ".join(name for name, value in left.items() if value is not None)
         row = ConvertRow(name, "unrotated", match.sqnr_db, match.cosine, lost=lost)
     else:
         new, row = old, ConvertRow(name, action, math.inf, 1.0)

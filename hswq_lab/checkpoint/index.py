@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hswq_lab.checkpoint.findings import Finding, from_error
-from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS
+from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS, INPUT_BASIS
 from hswq_lab.checkpoint.layer_rules import Layer, packed_slot
 from hswq_lab.checkpoint.markers import (
     MARKER_SUFFIX,
@@ -43,6 +43,7 @@ ROLES = {
     "weight_global_scale": "weight_scale_2",
     "input_global_scale": "input_scale",
     CHANNEL_SCALE: CHANNEL_SCALE,
+    INPUT_BASIS: INPUT_BASIS,
 }
 OLD_FP8_MARKER = "scaled_fp8"
 

@@ -59,6 +59,8 @@ class InspectRow:
     nbytes: int
     bits: float
     scales: ScaleStatistics | None = None
+    rank: int = 0
+    activation_scales: str = "rtn"
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,9 @@ class InspectReport(Result):
 
     def __str__(self) -> str:
         """A summary for a console."""
-        kinds = Counter(
-            (row.format, row.group, row.calibrated) for row in self.rows if row.scales is not None
-        )
+        kinds = Counter(_kind(row) for row in self.rows if row.scales is not None)
         lines = [f"{self.path}: {len(self.rows)} names, prefix {self.prefix or 'none'!r}"]
-        for (form, group, calibrated), count in sorted(kinds.items(), key=str):
-            rotation = "not rotated" if group is None else f"rotated by {group}"
-            lines.append(f"  {count:4d} layers {form}, {rotation}{', calibrated' if calibrated else ''}")
+        lines += [f"  {count:4d} layers {kind}" for kind, count in sorted(kinds.items())]
         lines.append(f"  {len(self.rows) - sum(kinds.values()):4d} tensors not packed")
         lines += [f"  {size / 1e6:12.3f} MB {name}" for name, size in self.bytes_by_format().items()]
         lines.append(f"  {self.bits_per_weight:.3f} bits a weight over all matrices")
@@ -135,6 +133,14 @@ def inspect(checkpoint: Anything) -> InspectReport:
     )
 
 
+def _kind(row: InspectRow) -> str:
+    words = [row.format, "not rotated" if row.group is None else f"rotated by {row.group}"]
+    words += ["calibrated"] if row.calibrated else []
+    words += [f"input basis of rank {row.rank}"] if row.rank else []
+    words += [] if row.activation_scales == "rtn" else [f"activations by {row.activation_scales}"]
+    return ", ".join(words)
+
+
 def _row(slot: Slot) -> InspectRow:
     entry = slot.entry
     values = torch.Size(entry.shape).numel()
@@ -148,6 +154,8 @@ def _row(slot: Slot) -> InspectRow:
         nbytes=entry.nbytes,
         bits=8 * entry.nbytes / values if values else 0.0,
         scales=_statistics(entry, slot.scales()) if entry.packed else None,
+        rank=entry.rank,
+        activation_scales=entry.activation_scales,
     )
 
 

@@ -10,6 +10,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCALE_PARTS = ("weight_scale", "weight_scale_2", "input_scale")
 
 CHANNEL_SCALE = "pre_quant_scale"
+INPUT_BASIS = "input_basis"
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,21 @@ import torch
 
 from hswq_lab.checkpoint.findings import Finding
 from hswq_lab.checkpoint.folding import folded
-from hswq_lab.checkpoint.kinds import CHANNEL_SCALE, FLOATS, KINDS, SCALE_PARTS, Kind, implied_format
+from hswq_lab.checkpoint.kinds import (
+    CHANNEL_SCALE,
+    FLOATS,
+    INPUT_BASIS,
+    KINDS,
+    SCALE_PARTS,
+    Kind,
+    implied_format,
+)
 from hswq_lab.checkpoint.markers import MARKER_SUFFIX
 from hswq_lab.checkpoint.readings import COMFY
 from hswq_lab.checkpoint.slots import Entry, PackedSlot, scalar
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
+from hswq_lab.formats.block_scales import METHODS, Method
 from hswq_lab.formats.rotation import GROUPS, group_for
 from hswq_lab.formats.swizzle import swizzled_shape
 
@@ -90,9 +99,14 @@ def packed_slot(layer: Layer) -> Slot | None:
             fix="hswq-lab check FILE --source 16BIT tells whether it is rotated",
         )
     wanted = ("weight", "weight_scale", "weight_scale_2") + (("input_scale",) if kind.calibratable else ())
+    if name == "nvfp4":
+        wanted += (INPUT_BASIS,)
+        _check_basis(layer, shape[1])
     parts = {role: part for role, part in layer.parts.items() if role in wanted}
     nbytes = sum(part.nbytes for part in parts.values())
-    entry = Entry(layer.key, name, shape, kind.dtype, group, nbytes, "input_scale" in parts)
+    rank = parts[INPUT_BASIS].shape[0] if INPUT_BASIS in parts else 0
+    chosen = _activation_scales(layer)
+    entry = Entry(layer.key, name, shape, kind.dtype, group, nbytes, "input_scale" in parts, rank, chosen)
     slot = PackedSlot(entry, parts, layer.reading)
     layer.used |= {MARKER_SUFFIX, CHANNEL_SCALE, *parts}
     if CHANNEL_SCALE not in layer.parts:
@@ -202,6 +216,33 @@ def _check_block_scales(layer: Layer, kind: Kind, block: int) -> None:
             found=list(stored.shape),
             expected=" or ".join(str(list(shape)) for shape in allowed),
         )
+
+
+def _check_basis(layer: Layer, k: int) -> None:
+    stored = layer.parts.get(INPUT_BASIS)
+    if stored is None:
+        return
+    if stored.dtype != torch.float8_e4m3fn or len(stored.shape) != 2 or stored.shape[1] != k:
+        raise HswqError(
+            "an input_basis that does not fit the layer",
+            tensor=f"{layer.name}.{INPUT_BASIS}",
+            found=f"{stored.info.dtype} {list(stored.shape)}",
+            expected=f"F8_E4M3 [rank, {k}]",
+        )
+
+
+def _activation_scales(layer: Layer) -> Method:
+    """What the marker says about the activations' block scales; without a word, what everybody does."""
+    said = "rtn" if layer.marker is None else layer.marker.fields.get("activation_scales", "rtn")
+    for method in METHODS:
+        if said == method:
+            return method
+    raise HswqError(
+        "the marker asks for activation scales that are not known here",
+        tensor=layer.key,
+        found=repr(said)[:80],
+        expected=", ".join(METHODS),
+    )
 
 
 def _logical_shape(layer: Layer, kind: Kind) -> tuple[int, int]:

@@ -157,7 +157,12 @@ def same_meaning(raw: bytes, fields: Mapping[str, Any]) -> bool:
     if old is None:
         return False
     shapes_agree = all(now in (None, was) for was, now in zip(old.shape, new.shape, strict=True))
-    return (old.format, old.rotated, old.group) == (new.format, new.rotated, new.group) and shapes_agree
+    chosen = [marker.fields.get("activation_scales", "rtn") for marker in (old, new)]
+    return (
+        (old.format, old.rotated, old.group) == (new.format, new.rotated, new.group)
+        and shapes_agree
+        and chosen[0] == chosen[1]
+    )
 
 
 def parse_metadata(text: str) -> dict[str, Marker]:

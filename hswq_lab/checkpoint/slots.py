@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hswq_lab.checkpoint.kinds import INPUT_BASIS
 from hswq_lab.checkpoint.readings import COMFY, Reading
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Fp8Weight, Int8Weight, Mxfp8Weight, Nvfp4Weight, PackedWeight
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hswq_lab.checkpoint.source import Stored
+    from hswq_lab.formats import Method
 
 Value = Tensor | PackedWeight
 UNPACKED = "16-bit"
@@ -35,6 +37,8 @@ class Entry:
         group: rotation group of the stored values, None where they are not rotated.
         nbytes: on disk, scales included, marker and bias not.
         calibrated: whether an input_scale is there.
+        rank: rows of the input_basis, 0 without one.
+        activation_scales: how block scales of activations are found while running.
     """
 
     name: str
@@ -44,6 +48,8 @@ class Entry:
     group: int | None = None
     nbytes: int = 0
     calibrated: bool = False
+    rank: int = 0
+    activation_scales: Method = "rtn"
 
     @property
     def packed(self) -> bool:
@@ -115,6 +121,8 @@ def memory_slot(name: str, value: Value) -> MemorySlot:
         calibrated = "input_scale" in parts
         shape, dtype = tuple(value.shape), parts["weight"].dtype
         entry = Entry(name, value.format, shape, dtype, value.group, value.nbytes, calibrated)
+        if isinstance(value, Nvfp4Weight):
+            entry = replace(entry, rank=value.rank, activation_scales=value.activation_scales)
     else:
         entry = Entry(name, UNPACKED, tuple(value.shape), value.dtype, None, value.nbytes)
     return MemorySlot(entry, value)
@@ -142,7 +150,8 @@ class PackedSlot(Slot):
     """A packed weight in a file.
 
     Attributes:
-        parts: stored tensors by role: "weight", "weight_scale", "weight_scale_2", "input_scale".
+        parts: stored tensors by role: "weight", "weight_scale", "weight_scale_2", "input_scale",
+            "input_basis".
         reading: how its producer laid out NVFP4.
     """
 
@@ -197,7 +206,9 @@ class PackedSlot(Slot):
         match self.entry.format:
             case "nvfp4":
                 codes = self.reading.codes(weight)
-                return Nvfp4Weight(codes, main, scales["weight_scale_2"], shape, group, inputs)
+                basis = self.parts[INPUT_BASIS].read() if INPUT_BASIS in self.parts else None
+                chosen = self.entry.activation_scales
+                return Nvfp4Weight(codes, main, scales["weight_scale_2"], shape, group, inputs, basis, chosen)
             case "int8_tensorwise":
                 return Int8Weight(weight, main, shape, group)
             case "float8_e4m3fn" | "float8_e5m2":

@@ -51,6 +51,11 @@ class Checks:
         bad = (codes & NAN_CODE == NAN_CODE) | (codes > NAN_CODE)
         self._bytes(suffix, codes, bad, "block scales are NaN or negative", "0x00 to 0x7E")
 
+    def e4m3_values(self, suffix: str, values: Tensor) -> None:
+        """No byte is NaN."""
+        codes = values.view(torch.uint8)
+        self._bytes(suffix, codes, codes & NAN_CODE == NAN_CODE, "values are NaN", "E4M3 numbers")
+
     def e8m0_scales(self, suffix: str, scales: Tensor) -> None:
         """No byte of the block scales is NaN."""
         codes = scales.view(torch.uint8)

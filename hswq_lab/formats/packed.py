@@ -13,6 +13,7 @@ from torch import Tensor
 from hswq_lab.formats._checks import dtype_name
 from hswq_lab.formats._packed_checks import Checks, Where
 from hswq_lab.formats._rows import ceil_to
+from hswq_lab.formats.block_scales import Method
 from hswq_lab.formats.mxfp8 import MX_BLOCK
 from hswq_lab.formats.nvfp4 import BLOCK
 from hswq_lab.formats.swizzle import swizzled_shape
@@ -100,6 +101,11 @@ class Nvfp4Weight(PackedWeight):
         group: rotation group of the stored values, or None.
         input_scale: fp32 scalar, the static tensor scale of the (rotated) activations; None before
             calibration.
+        basis: float8_e4m3fn [r, K] with rows of mean square 1, unrotated, or None. The part of an input in
+            its span stays out of the activations' rounding (W4A4 only); the weight itself does not depend on
+            it, so whoever does not know it runs the plain layer.
+        activation_scales: how the block scales of activations are found while running (W4A4 only): "rtn", as
+            everybody does, "four_six" or "sweep".
     """
 
     codes: Tensor
@@ -108,6 +114,8 @@ class Nvfp4Weight(PackedWeight):
     shape: tuple[int, int]
     group: int | None
     input_scale: Tensor | None = None
+    basis: Tensor | None = None
+    activation_scales: Method = "rtn"
 
     format: ClassVar[str] = "nvfp4"
 
@@ -118,15 +126,35 @@ class Nvfp4Weight(PackedWeight):
             weight_scale=self.scales,
             weight_scale_2=self.scale,
             input_scale=self.input_scale,
+            input_basis=self.basis,
         )
 
     def marker(self) -> dict[str, Any]:
         """See `PackedWeight.marker`; with ``orig_shape`` where the codes are padded."""
-        return super().marker() | _orig_shape(self.shape, BLOCK)
+        chosen = {} if self.activation_scales == "rtn" else {"activation_scales": self.activation_scales}
+        return super().marker() | _orig_shape(self.shape, BLOCK) | chosen
 
     def with_input_scale(self, input_scale: Tensor | None) -> Nvfp4Weight:
         """The same weight with another calibration; None: with none."""
         return dataclasses.replace(self, input_scale=input_scale)
+
+    def with_activations_of(self, other: Nvfp4Weight) -> Nvfp4Weight:
+        """The same weight with all that another says about the activations."""
+        return dataclasses.replace(
+            self,
+            input_scale=other.input_scale,
+            basis=other.basis,
+            activation_scales=other.activation_scales,
+        )
+
+    @property
+    def rank(self) -> int:
+        """Rows of the basis; 0 without one."""
+        return 0 if self.basis is None else self.basis.shape[0]
+
+    def same_bits(self, other: PackedWeight) -> bool:
+        """See `PackedWeight.same_bits`."""
+        return super().same_bits(other) and self.marker() == other.marker()
 
     def validate(self, *, tensor: str | None = None, file: Where = None) -> None:
         """See `PackedWeight.validate`. The tensor scale may be 0: that of a weight of zeros is."""
@@ -141,6 +169,9 @@ class Nvfp4Weight(PackedWeight):
         if self.input_scale is not None:
             checks.layout("input_scale", self.input_scale, torch.float32, ())
             checks.scale("input_scale", self.input_scale)
+        if self.basis is not None:
+            checks.layout("input_basis", self.basis, torch.float8_e4m3fn, (self.rank, self.shape[1]))
+            checks.e4m3_values("input_basis", self.basis)
 
 
 @dataclass(frozen=True, eq=False)

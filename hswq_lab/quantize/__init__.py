@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hswq_lab.quantize.bases import gather_bases
 from hswq_lab.quantize.calibrate import calibrate, observe_for, with_input_scales
 from hswq_lab.quantize.curve import greedy, pareto
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
@@ -24,6 +25,7 @@ __all__ = [
     "ParetoReport",
     "Plan",
     "calibrate",
+    "gather_bases",
     "gather_moments",
     "greedy",
     "impact_of_pack",

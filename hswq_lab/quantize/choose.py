@@ -19,7 +19,23 @@ class Option(NamedTuple):
 
 
 Options = Mapping[str, Sequence[Option]]
-"""Layer → its one or two options, the larger first."""
+"""Layer → its options."""
+
+
+class _Step(NamedTuple):
+    """From one option of a layer to a smaller one."""
+
+    layer: str
+    before: Option
+    after: Option
+
+    @property
+    def saving(self) -> int:
+        return self.before.nbytes - self.after.nbytes
+
+    @property
+    def price(self) -> float:
+        return self.after.impact - self.before.impact
 
 
 def the_goal(**goals: object) -> str:
@@ -51,21 +67,21 @@ def within_budget(options: Options, limit: int) -> dict[str, str]:
     Raises:
         HswqError: the smallest choice is larger than the limit.
     """
-    chosen = {layer: of_layer[0] for layer, of_layer in options.items()}
+    chosen = {layer: _largest(of_layer) for layer, of_layer in options.items()}
     total = sum(option.nbytes for option in chosen.values())
-    shrunk = []
-    for layer in _by_price(options):
+    taken = []
+    for step in _by_price(options):
         if total <= limit:
             break
-        total -= _saving(options[layer])
-        chosen[layer] = options[layer][1]
-        shrunk.append(layer)
+        total -= step.saving
+        chosen[step.layer] = step.after
+        taken.append(step)
     if total > limit:
         raise HswqError("no plan is that small", found=f"{limit} bytes", expected=f"at least {total} bytes")
-    for layer in sorted(shrunk, key=lambda name: _price_paid(options[name]), reverse=True):
-        if total + _saving(options[layer]) <= limit:
-            total += _saving(options[layer])
-            chosen[layer] = options[layer][0]
+    for step in sorted(taken, key=lambda step: step.price, reverse=True):
+        if total + step.saving <= limit and chosen[step.layer] is step.after:
+            total += step.saving
+            chosen[step.layer] = step.before
     return {layer: option.format for layer, option in chosen.items()}
 
 
@@ -75,18 +91,20 @@ def smallest_that(options: Options, good: Callable[[dict[str, str]], bool]) -> d
     Raises:
         HswqError: not even the largest choice is good.
     """
-    chosen = {layer: of_layer[0].format for layer, of_layer in options.items()}
+    chosen = {layer: _largest(of_layer).format for layer, of_layer in options.items()}
     if not good(chosen):
         raise HswqError("no plan reaches that goal", fix="pin the most sensitive layers to 16-bit with keep=")
-    for layer in _by_price(options):
-        trial = {**chosen, layer: options[layer][1].format}
-        if good(trial):
+    for step in _by_price(options):
+        trial = {**chosen, step.layer: step.after.format}
+        if chosen[step.layer] == step.before.format and good(trial):
             chosen = trial
     return chosen
 
 
 def least_sensitive(options: Options, count: int, form: str) -> dict[str, str]:
     """`count` layers in a format, those with the least impact in it; layers with one option keep theirs.
+
+    The others have two: that format is the second.
 
     Raises:
         HswqError: the layers with one option make that impossible.
@@ -105,14 +123,23 @@ def least_sensitive(options: Options, count: int, form: str) -> dict[str, str]:
     return fixed | {layer: of_layer[layer in small].format for layer, of_layer in free.items()}
 
 
-def _by_price(options: Options) -> list[str]:
-    shrinkable = [layer for layer, of_layer in options.items() if len(of_layer) > 1 and _saving(of_layer) > 0]
-    return sorted(shrinkable, key=lambda layer: _price_paid(options[layer]) / _saving(options[layer]))
+def _largest(of_layer: Sequence[Option]) -> Option:
+    return max(of_layer, key=lambda option: option.nbytes)
 
 
-def _price_paid(of_layer: Sequence[Option]) -> float:
-    return of_layer[1].impact - of_layer[0].impact
+def _by_price(options: Options) -> list[_Step]:
+    """All steps worth taking, the least impact per byte saved first; those of a layer follow each other."""
+    steps = [step for layer, of_layer in options.items() for step in _steps(layer, of_layer)]
+    return sorted(steps, key=lambda step: step.price / step.saving)
 
 
-def _saving(of_layer: Sequence[Option]) -> int:
-    return of_layer[0].nbytes - of_layer[1].nbytes
+def _steps(layer: str, of_layer: Sequence[Option]) -> list[_Step]:
+    """Down the lower convex hull of a layer's sizes and impacts: each step costs more per byte than the last."""
+    steps, at = [], _largest(of_layer)
+    while smaller := [option for option in of_layer if option.nbytes < at.nbytes]:
+        step = min(
+            (_Step(layer, at, option) for option in smaller), key=lambda step: step.price / step.saving
+        )
+        steps.append(step)
+        at = step.after
+    return steps

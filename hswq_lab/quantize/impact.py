@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from hswq_lab.errors import HswqError
+from hswq_lab.json_file import entry, of_kind, read_json
 from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, the_goal, within_budget
 from hswq_lab.quantize.plan import (
     KEPT,
+    RANK,
     UNROTATED,
     Plan,
     canonical,
@@ -19,7 +21,6 @@ from hswq_lab.quantize.plan import (
     layer_name,
     nearest,
     packed_nbytes,
-    read_json,
 )
 from hswq_lab.quantize.statistics import mean_interval, spearman
 from hswq_lab.results import Result
@@ -88,6 +89,7 @@ class ImpactReport(Result):
         shift: noise shift.
         size: picture size in pixels.
         scales: how weights were quantised ("sweep", …).
+        activation_scales: how activations were.
         rows: layers in network order; for each of them its formats in the order asked for.
         seconds: how long it took in all.
     """
@@ -103,6 +105,7 @@ class ImpactReport(Result):
     scales: str
     rows: list[LayerImpact]
     seconds: float = 0.0
+    activation_scales: str = "rtn"
 
     @property
     def formats(self) -> list[str]:
@@ -175,6 +178,7 @@ class ImpactReport(Result):
         """A plan by impact: NVFP4 where it costs least, ConvRot INT8 elsewhere. Give exactly one goal.
 
         NVFP4 is rotated; if "nvfp4-unrotated" was measured too, each layer gets the one of less output error.
+        Goals other than `nvfp4` choose among input bases too, of the ranks that were measured ("nvfp4+r16").
 
         Args:
             nvfp4: the number of NVFP4 layers, pinned ones included: the least sensitive ones.
@@ -187,7 +191,7 @@ class ImpactReport(Result):
             HswqError: no or several goals, or one that is impossible or cannot be reached.
         """
         goal = the_goal(nvfp4=nvfp4, bits=bits, budget_bytes=budget_bytes, final_cos=final_cos)
-        options = self._options(keep or {})
+        options = self._options(keep or {}, with_bases=nvfp4 is None)
         if nvfp4 is not None:
             chosen = least_sensitive(options, nvfp4, "nvfp4")
         elif final_cos is not None:
@@ -230,36 +234,52 @@ class ImpactReport(Result):
         Raises:
             HswqError: the file is no impact report.
         """
-        content = read_json(path)
         try:
-            return cls.from_dict(content)  # type: ignore[arg-type]  # a wrong type is caught below
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise HswqError("this is no impact report", file=path, found=repr(error)) from error
+            return cls.from_dict(read_json(path))
+        except HswqError as error:
+            if error.file is not None:
+                raise
+            raise HswqError("this is no impact report", file=path, found=str(error)) from error
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> ImpactReport:
-        """The inverse of `to_dict`; layer names may end in ".weight"."""
-        known = {entry.name for entry in fields(LayerImpact)}
-        rows = []
-        for row in content["rows"]:
-            values: dict[str, Any] = {
-                name: math.nan if value is None else value for name, value in row.items() if name in known
-            }
-            # JSON has no infinity: a latent that was lost.
-            values["samples"] = [math.inf if sample is None else sample for sample in values["samples"]]
-            rows.append(LayerImpact(**{**values, "layer": layer_name(values["layer"])}))
-        head = {
-            entry.name: content[entry.name] for entry in fields(cls) if entry.name not in ("rows", "size")
-        }
-        return cls(**head, size=(content["size"][0], content["size"][1]), rows=rows)
+    def from_dict(cls, content: object) -> ImpactReport:
+        """The inverse of `to_dict`; layer names may end in ".weight".
 
-    def _options(self, keep: Mapping[str, str]) -> dict[str, list[Option]]:
+        Raises:
+            HswqError: an entry is missing or of another kind.
+        """
+        rows = [_row(row) for row in entry(content, "rows", list)]
+        seeds = [of_kind(seed, int, "seeds") for seed in entry(content, "seeds", list)]
+        height, width = _pair(entry(content, "size", list))
+        for row in rows:
+            if len(row.samples) != len(seeds) or not seeds:
+                raise HswqError(
+                    "a layer has no sample for each seed", tensor=row.layer, found=len(row.samples)
+                )
+        young = isinstance(content, dict) and "activation_scales" in content  # the first files do not have it
+        return cls(
+            model=entry(content, "model", str),
+            sha256=entry(content, "sha256", str),
+            prompts=[of_kind(prompt, str, "prompts") for prompt in entry(content, "prompts", list)],
+            seeds=seeds,
+            steps=entry(content, "steps", int),
+            cfg=entry(content, "cfg", float),
+            shift=entry(content, "shift", float),
+            size=(height, width),
+            scales=entry(content, "scales", str),
+            rows=rows,
+            seconds=entry(content, "seconds", float),
+            activation_scales=entry(content, "activation_scales", str) if young else "rtn",
+        )
+
+    def _options(self, keep: Mapping[str, str], *, with_bases: bool) -> dict[str, list[Option]]:
         pins = Plan(keep)
         pins.for_layers(self.layers)  # refuses a pin that matches nothing
+        ranked = [form for form in self.formats if with_bases and form.startswith(f"nvfp4{RANK}")]
         options = {}
         for layer, shape in self.layers.items():
             pinned = pins.form_of(layer)
-            formats = ("int8_tensorwise", self.best_nvfp4(layer)) if pinned is None else (pinned,)
+            formats = [pinned] if pinned else ["int8_tensorwise", self.best_nvfp4(layer), *ranked]
             options[layer] = [
                 Option(form, packed_nbytes(form, shape), self._cost(layer, form)) for form in formats
             ]
@@ -268,3 +288,28 @@ class ImpactReport(Result):
     def _cost(self, layer: str, form: str) -> float:
         """The impact of a format; 0 where it was not measured at all (NVFP4 must be)."""
         return self.of(layer, form).impact if form == "nvfp4" or form in self.formats else 0.0
+
+
+def _row(row: object) -> LayerImpact:
+    """A layer of a stored report; JSON has no infinity: null is a latent that was lost, or a proxy not measured."""
+    samples = [
+        math.inf if sample is None else of_kind(sample, float, "samples")
+        for sample in entry(row, "samples", list)
+    ]
+    proxies = {
+        proxy: entry(row, proxy, float)
+        for proxy in PROXIES
+        if isinstance(row, dict) and row.get(proxy) is not None
+    }
+    n, k = entry(row, "n", int), entry(row, "k", int)
+    if n < 1 or k < 1:
+        raise HswqError("a layer has no size", tensor=entry(row, "layer", str), found=(n, k))
+    return LayerImpact(
+        layer_name(entry(row, "layer", str)), entry(row, "format", str), n, k, samples, **proxies
+    )
+
+
+def _pair(size: list[object]) -> tuple[int, int]:
+    if len(size) != 2:
+        raise HswqError("a size is (height, width)", found=size)
+    return of_kind(size[0], int, "size"), of_kind(size[1], int, "size")

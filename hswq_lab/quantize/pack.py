@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hswq_lab import packing
 from hswq_lab.attachments import SCALES_KEY
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.errors import HswqError
-from hswq_lab.formats import PackedWeight
+from hswq_lab.formats import Nvfp4Weight, PackedWeight
+from hswq_lab.formats.block_scales import METHODS
 from hswq_lab.model import check_model
 from hswq_lab.progress import part, silent
+from hswq_lab.quantize.bases import gather_bases
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.moments import gather_moments
 from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from hswq_lab.formats import Method
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
     from hswq_lab.quantize.moments import LayerMoments
@@ -40,6 +44,8 @@ def pack(
     *,
     activations: CalibrationReport | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
+    bases: Mapping[str, Tensor] | None = None,
+    activation_scales: Method = "rtn",
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -54,6 +60,11 @@ def pack(
             power of the rotated input channels.
         moments: of this model, from `gather_moments`; for "gptq": gathered from the model's own prompts if
             not given.
+        bases: of this model, from `gather_bases`; for formats with a rank ("nvfp4+r16"): gathered from the
+            model's own prompts if not given.
+        activation_scales: how NVFP4 layers find the block scales of their activations while running in mode
+            tc: "rtn", "four_six" or "sweep". Better ones cost time, and programs that do not know the marker
+            run "rtn".
         name: of the new model.
         progress: told before every tensor.
 
@@ -61,13 +72,15 @@ def pack(
         HswqError: a layer is packed already, LoRAs are attached, or the plan or the activations do not fit
             the model.
     """
-    formats, moments, tell = _prepare(model, plan, scales, moments, progress)
+    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, progress)
     items = pack_items(
         model.checkpoint,
         formats,
         scales,
         activations=activations,
         moments=moments,
+        bases=bases,
+        activation_scales=activation_scales,
         device=model.device,
         progress=tell,
     )
@@ -84,6 +97,8 @@ def pack_to_file(
     *,
     activations: CalibrationReport | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
+    bases: Mapping[str, Tensor] | None = None,
+    activation_scales: Method = "rtn",
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -96,6 +111,8 @@ def pack_to_file(
         scales: as for `pack`.
         activations: as for `pack`.
         moments: as for `pack`.
+        bases: as for `pack`.
+        activation_scales: as for `pack`.
         max_shard_bytes: split the output into parts of about this size, with an index.
         progress: told before every tensor.
 
@@ -105,9 +122,18 @@ def pack_to_file(
     Raises:
         HswqError: as for `pack`, or the file cannot be written; nothing is left behind then.
     """
-    formats, moments, tell = _prepare(model, plan, scales, moments, progress)
+    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, progress)
     source = model.checkpoint
-    items = pack_items(source, formats, scales, activations=activations, moments=moments, device=model.device)
+    items = pack_items(
+        source,
+        formats,
+        scales,
+        activations=activations,
+        moments=moments,
+        bases=bases,
+        activation_scales=activation_scales,
+        device=model.device,
+    )
     metadata = pack_metadata(source, plan, scales)
     return write(path, items, metadata, source.prefix, tell, source=source, max_shard_bytes=max_shard_bytes)
 
@@ -117,9 +143,10 @@ def _prepare(
     plan: Plan,
     scales: Scales,
     moments: Mapping[str, LayerMoments] | None,
+    bases: Mapping[str, Tensor] | None,
     progress: Progress | None,
-) -> tuple[dict[str, LayerFormat], Mapping[str, LayerMoments] | None, Progress]:
-    """What becomes of each layer; moments if GPTQ needs them; the progress of what is left to do."""
+) -> tuple[dict[str, LayerFormat], Mapping[str, LayerMoments] | None, Mapping[str, Tensor] | None, Progress]:
+    """What becomes of each layer; moments and bases if they are needed; the progress of what is left."""
     check_model(model)
     if not isinstance(plan, Plan):
         raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
@@ -132,10 +159,14 @@ def _prepare(
     formats = plan.for_layers(model.layers())
     tell = progress or silent
     if scales == "gptq" and moments is None:
-        groups = {layer: group for layer, (form, group) in formats.items() if form == "nvfp4"}
+        groups = {layer: wanted.group for layer, wanted in formats.items() if wanted.format == "nvfp4"}
         moments = gather_moments(model, groups, progress=part(tell, 0, 90, 100))
         tell = part(tell, 90, 100, 100)
-    return formats, moments, tell
+    ranked = [layer for layer, wanted in formats.items() if wanted.rank]
+    if ranked and bases is None:
+        bases = gather_bases(model, layers=ranked, progress=part(tell, 0, 90, 100))
+        tell = part(tell, 90, 100, 100)
+    return formats, moments, bases, tell
 
 
 def pack_items(
@@ -145,6 +176,8 @@ def pack_items(
     *,
     activations: CalibrationReport | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
+    bases: Mapping[str, Tensor] | None = None,
+    activation_scales: Method = "rtn",
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Tensor | PackedWeight]]:
@@ -156,16 +189,17 @@ def pack_items(
         scales: as for `pack`.
         activations: as for `pack`.
         moments: as for `pack`, but "gptq" needs them.
+        bases: as for `pack`, but formats with a rank need them.
+        activation_scales: as for `pack`.
         device: where weights are quantised; they come back to the CPU. None: where each of them is.
         progress: told before every tensor.
 
     Raises:
         HswqError: a layer that is to be packed is packed already, or the activations are in another basis.
     """
-    if scales not in get_args(Scales):
-        raise HswqError(
-            "unknown way to find block scales", found=scales, expected=", ".join(get_args(Scales))
-        )
+    for given, known in ((scales, get_args(Scales)), (activation_scales, METHODS)):
+        if given not in known:
+            raise HswqError("unknown way to find block scales", found=given, expected=", ".join(known))
     tell = progress or silent
     for done, name in enumerate(checkpoint):
         tell(done, len(checkpoint), name)
@@ -183,14 +217,19 @@ def pack_items(
                 expected="a 16-bit tensor",
                 fix="pack the 16-bit source, or leave this layer out of the plan",
             )
+        layer = layer_name(name)
         if scales == "gptq" and wanted.format == "nvfp4":
-            yield name, gptq_weight(value, _moments(moments, layer_name(name), wanted)).to("cpu")
-            continue
-        importance = _importance(activations, layer_name(name), wanted) if wanted.format == "nvfp4" else None
-        method = "sweep" if scales == "gptq" else scales  # the other formats have nothing to choose
-        dense = value if device is None else value.to(device)
-        packed = packing.pack_weight(dense, wanted.format, wanted.group, method, importance, name=name)
-        yield name, packed if device is None else packed.to("cpu")
+            packed: PackedWeight = gptq_weight(value, _moments(moments, layer, wanted)).to("cpu")
+        else:
+            importance = _importance(activations, layer, wanted) if wanted.format == "nvfp4" else None
+            method = "sweep" if scales == "gptq" else scales  # the other formats have nothing to choose
+            dense = value if device is None else value.to(device)
+            packed = packing.pack_weight(dense, wanted.format, wanted.group, method, importance, name=name)
+            packed = packed if device is None else packed.to("cpu")
+        if isinstance(packed, Nvfp4Weight):
+            basis = _basis(bases, layer, wanted.rank) if wanted.rank else None
+            packed = replace(packed, basis=basis, activation_scales=activation_scales)
+        yield name, packed
     tell(len(checkpoint), len(checkpoint), "packed")
 
 
@@ -229,6 +268,19 @@ def _moments(moments: Mapping[str, LayerMoments] | None, layer: str, wanted: Lay
     return found
 
 
+def _basis(bases: Mapping[str, Tensor] | None, layer: str, rank: int) -> Tensor:
+    found = None if bases is None else bases.get(layer)
+    if found is None or len(found) < rank:
+        raise HswqError(
+            "the plan wants an input basis that is not known",
+            tensor=layer,
+            found="none" if found is None else f"rank {len(found)}",
+            expected=f"rank {rank}",
+            fix="give bases= from gather_bases",
+        )
+    return found[:rank].contiguous()
+
+
 def _other_basis(layer: str, found: int | None, wanted: int | None) -> HswqError:
     return HswqError(
         "the layer's inputs were observed in another basis than the plan stores it in",
@@ -240,6 +292,6 @@ def _other_basis(layer: str, found: int | None, wanted: int | None) -> HswqError
 
 def _summary(formats: Mapping[str, LayerFormat]) -> str:
     counts: dict[str, int] = {}
-    for form, _ in formats.values():
-        counts[form] = counts.get(form, 0) + 1
+    for wanted in formats.values():
+        counts[wanted.format] = counts.get(wanted.format, 0) + 1
     return ", ".join(f"{number} {form}" for form, number in sorted(counts.items()))

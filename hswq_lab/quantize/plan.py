@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hswq_lab.errors import HswqError
 from hswq_lab.formats.rotation import group_for
+from hswq_lab.json_file import read_json
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 KEPT = "16-bit"
 UNROTATED = "-unrotated"
+RANK = "+r"
 ROTATABLE = ("nvfp4", "int8_tensorwise")
 _FORMATS = (*ROTATABLE, *(name + UNROTATED for name in ROTATABLE), "float8_e4m3fn", "float8_e5m2", KEPT)
 _ALIASES = {
@@ -29,17 +31,25 @@ _ALIASES = {
 
 
 class LayerFormat(NamedTuple):
-    """The stored format of a layer ("16-bit": left alone) and its rotation group (None: not rotated)."""
+    """What becomes of a layer.
+
+    Attributes:
+        format: as stored; "16-bit": left alone.
+        group: rotation group; None: not rotated.
+        rank: of its input basis (NVFP4 only); 0: none.
+    """
 
     format: str
     group: int | None
+    rank: int = 0
 
 
 class Plan(Mapping[str, str]):
     """An immutable mapping layer name or glob → format.
 
     Formats: "nvfp4" and "int8_tensorwise" (short: "int8") are rotated; "nvfp4-unrotated" and
-    "int8_tensorwise-unrotated" are not; "float8_e4m3fn" and "float8_e5m2"; "16-bit" leaves the layer alone.
+    "int8_tensorwise-unrotated" are not; "nvfp4+r16" and "nvfp4-unrotated+r16" have an input basis of rank 16
+    (see `gather_bases`); "float8_e4m3fn" and "float8_e5m2"; "16-bit" leaves the layer alone.
     Where several entries match a layer, the last one wins; a layer that none matches stays 16-bit. Names may
     end in ".weight".
 
@@ -100,7 +110,8 @@ class Plan(Mapping[str, str]):
 
     def nbytes(self, layers: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of the Linears' weights with all scales, an input_scale for every NVFP4 layer included."""
-        return sum(packed_nbytes(form, layers[layer]) for layer, (form, _) in self.for_layers(layers).items())
+        self.for_layers(layers)  # refuses a plan for another model
+        return sum(packed_nbytes(self.form_of(layer) or KEPT, shape) for layer, shape in layers.items())
 
     def bits(self, layers: Mapping[str, tuple[int, int]]) -> float:
         """Mean bits a weight over all Linears, scales included."""
@@ -108,7 +119,7 @@ class Plan(Mapping[str, str]):
 
     def count(self, form: str, layers: Mapping[str, tuple[int, int]]) -> int:
         """The number of layers that are stored in a format, rotated or not."""
-        return sum(chosen == canonical(form, form) for chosen, _ in self.for_layers(layers).values())
+        return sum(chosen.format == canonical(form, form) for chosen in self.for_layers(layers).values())
 
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes."""
@@ -147,17 +158,18 @@ class Plan(Mapping[str, str]):
 
 def layer_format(form: str, k: int) -> LayerFormat:
     """A plan's format for a layer of K inputs, with the rotation group that belongs to K."""
-    stored = form.removesuffix(UNROTATED)
-    return LayerFormat(stored, group_for(k) if form in ROTATABLE else None)
+    base, _, rank = form.partition(RANK)
+    stored = base.removesuffix(UNROTATED)
+    return LayerFormat(stored, group_for(k) if base in ROTATABLE else None, min(int(rank or 0), k))
 
 
 def packed_nbytes(form: str, shape: tuple[int, int]) -> int:
     """Bytes of a weight (N, K) on disk in a format, scales and padding included, markers not."""
     n, k = shape
-    form = form.removesuffix(UNROTATED)
+    form, _, rank = layer_format(form, k)
     if form == "nvfp4":
         rows, columns = _ceil_to(n, 16), _ceil_to(k, 16)
-        return rows * columns // 2 + _ceil_to(n, 128) * _ceil_to(columns // 16, 4) + 4 + 4
+        return rows * columns // 2 + _ceil_to(n, 128) * _ceil_to(columns // 16, 4) + 4 + 4 + rank * k
     if form == "int8_tensorwise":
         return n * k + 4 * n
     return 2 * n * k if form == KEPT else n * k + 4
@@ -169,10 +181,12 @@ def canonical(form: str, pattern: str) -> str:
     Raises:
         HswqError: there is no such format.
     """
-    known = _ALIASES.get(form, form)
-    if known not in _FORMATS:
-        raise HswqError("unknown format in a plan", tensor=pattern, found=form, expected=", ".join(_FORMATS))
-    return known
+    base, plus, rank = _ALIASES.get(form, form).partition(RANK)
+    fits = not plus or (base.startswith("nvfp4") and rank.isascii() and rank.isdigit() and int(rank) > 0)
+    if base not in _FORMATS or not fits:
+        expected = f"{', '.join(_FORMATS)}; for nvfp4 a rank may follow: nvfp4{RANK}16"
+        raise HswqError("unknown format in a plan", tensor=pattern, found=form, expected=expected)
+    return f"{base}{plus}{int(rank)}" if plus else base
 
 
 def layer_name(name: str) -> str:
@@ -184,20 +198,6 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """A hint for an unknown name: the most similar known one."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest name is {close[0]}" if close else None
-
-
-def read_json(path: str | os.PathLike[str]) -> object:
-    """The content of a JSON file.
-
-    Raises:
-        HswqError: the file cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HswqError("the file cannot be read", file=path, found=error) from error
-    except ValueError as error:
-        raise HswqError("the file is not JSON", file=path, found=error) from error
 
 
 def _matches(layer: str, pattern: str) -> bool:

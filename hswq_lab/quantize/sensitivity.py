@@ -50,6 +50,7 @@ def sensitivity(
     cfg: float = 2.5,
     formats: Sequence[str] = ("nvfp4",),
     scales: Method = "sweep",
+    activation_scales: Method = "rtn",
     layers: Sequence[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
@@ -70,6 +71,7 @@ def sensitivity(
         formats: formats to measure, as in a plan; plans take INT8 as free where it was not measured (it costs
             about a hundredth of NVFP4).
         scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
+        activation_scales: how those of the activations are.
         layers: names or globs; all by default.
         resume: JSON file that is written as layers finish, and read first if it is there.
         executor: where to run, e.g. Dask's `client.get_executor()`; default: here. Workers get a `ModelSpec`.
@@ -81,7 +83,7 @@ def sensitivity(
             to another model or other settings.
     """
     started = time.monotonic()
-    settings = _settings(model, prompts, seeds, steps, cfg, scales)
+    settings = _settings(model, prompts, seeds, steps, cfg, scales, activation_scales)
     empty = _empty_report(model, settings)
     units = _units(model, layers, formats)
     store = _Store(empty, units, None if resume is None else Path(resume), started)
@@ -226,6 +228,7 @@ def _settings(
     steps: int,
     cfg: float,
     scales: Method,
+    activation_scales: Method = "rtn",
 ) -> TrialSettings:
     return TrialSettings(
         pairs=tuple(choose_pairs(model, prompts, seeds, DEFAULT_PROMPTS)),
@@ -234,6 +237,7 @@ def _settings(
         shift=model.default_shift,
         size=model.default_size,
         scales=scales,
+        activation_scales=activation_scales,
     )
 
 
@@ -248,6 +252,7 @@ def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:
         shift=settings.shift,
         size=settings.size,
         scales=settings.scales,
+        activation_scales=settings.activation_scales,
         rows=[],
     )
 
@@ -284,7 +289,17 @@ class _Store:
         return replace(self.empty, rows=[self.rows[unit] for unit in ordered], seconds=seconds)
 
     def _check_same_work(self, before: ImpactReport) -> None:
-        for name in ("sha256", "prompts", "seeds", "steps", "cfg", "shift", "size", "scales"):
+        for name in (
+            "sha256",
+            "prompts",
+            "seeds",
+            "steps",
+            "cfg",
+            "shift",
+            "size",
+            "scales",
+            "activation_scales",
+        ):
             found, expected = getattr(before, name), getattr(self.empty, name)
             if found != expected:
                 raise HswqError(

@@ -20,7 +20,8 @@ from hswq_lab.layers import LabLinear, make_linear
 from hswq_lab.models.sampler import sigmas, starting_noise
 from hswq_lab.models.zimage import padded_length
 from hswq_lab.modes import ModeRequest, resolve
-from hswq_lab.quantize.activations import Activations, observing
+from hswq_lab.quantize.activations import Activations, observing, watching
+from hswq_lab.quantize.bases import SecondMoment
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.pairs import label_of
 from hswq_lab.quantize.plan import layer_format
@@ -51,6 +52,7 @@ class TrialSettings:
     shift: float
     size: tuple[int, int]
     scales: Method
+    activation_scales: Method = "rtn"
 
     @property
     def identity(self) -> str:
@@ -125,6 +127,17 @@ class Trial:
             self._observed[rotated] = observed
         return self._observed[rotated][layer]
 
+    @cached_property
+    def _bases(self) -> dict[str, SecondMoment]:
+        """Second moments of all inputs in the reference run."""
+        sums = {
+            name: SecondMoment(each.in_features, self.model.device) for name, each in self._linears.items()
+        }
+        self._replay.begin((), recording=True)
+        with watching(self._linears, sums):
+            self._sample()
+        return sums
+
     def inputs(self, layer: str) -> Tensor:
         """Some of the layer's unrotated inputs in the reference run, [rows, K]; none if never reached."""
         _ = self.reference
@@ -144,9 +157,13 @@ class Trial:
         Raises:
             HswqError: the format is "16-bit" or unknown.
         """
-        stored, group = layer_format(form, self._linears[layer].in_features)
         if (layer, form) not in self._weights:
-            self._weights[layer, form] = self.calibrated(layer, self._pack(layer, stored, group))
+            wanted = layer_format(form, self._linears[layer].in_features)
+            weight = self._pack(layer, wanted.format, wanted.group)
+            if isinstance(weight, Nvfp4Weight):
+                basis = self._bases[layer].basis(wanted.rank) if wanted.rank else None
+                weight = replace(weight, basis=basis, activation_scales=self.settings.activation_scales)
+            self._weights[layer, form] = self.calibrated(layer, weight)
         return self._weights[layer, form]
 
     @property

@@ -1,0 +1,211 @@
+"""Input bases and activation scales: what the layer computes, in files, under LoRAs, in plans and in sensitivity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hswq_lab as hl
+from hswq_lab import formats, packing
+from hswq_lab.checkpoint import convert
+from hswq_lab.errors import HswqError
+from hswq_lab.layers import make_linear
+from hswq_lab.lora import lora_from_tensors
+from hswq_lab.modes import ModeRequest, resolve
+from hswq_lab.quantize import Plan, gather_bases, observe_for, pack, sensitivity, with_input_scales
+from hswq_lab.quantize.bases import SecondMoment
+
+N, K, RANK = 48, 64, 4
+RUN = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 2}
+RANKED = Plan({"*": "nvfp4+r4", "layers.0.*": "int8", "final_layer.linear": "nvfp4"})
+
+
+@pytest.fixture
+def inputs():
+    """64 rows most of whose energy lies in 4 directions, and those directions as a basis."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, K, generator=generator) * 0.2
+    x += 3 * torch.randn(64, RANK, generator=generator) @ torch.randn(RANK, K, generator=generator)
+    moment = SecondMoment(K, torch.device("cpu"))
+    moment.add(x)
+    return x, moment.basis(RANK)
+
+
+def weight(basis=None, activation_scales="rtn"):
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(1)) * 0.1
+    packed = packing.pack_weight(w, "nvfp4", 64, "sweep")
+    scale = torch.tensor(60 / 2688)
+    return replace(packed, input_scale=scale, basis=basis, activation_scales=activation_scales)
+
+
+def layer(packed, mode="tc"):
+    resolved = resolve("x", "nvfp4", ModeRequest(mode), calibrated=True, fp4_is_native=False)
+    return make_linear("x", packed, None, resolved)
+
+
+def rounded(x, packed):
+    """What NVFP4 makes of activations, unrotated, by the definition."""
+    codes, scales = formats.quantize_nvfp4(
+        formats.rotate_fp32(x, 64), packed.input_scale, packed.activation_scales
+    )
+    values = formats.dequantize_nvfp4(codes, scales, packed.input_scale, tuple(x.shape), torch.float32)
+    return formats.rotate_fp32(values, 64)
+
+
+def relative(y, exact):
+    return float((y - exact).square().sum() / exact.square().sum())
+
+
+@pytest.mark.parametrize("method", ["rtn", "four_six", "sweep"])
+def test_what_the_layer_computes(inputs, method):
+    x, basis = inputs
+    for chosen in (None, basis):
+        packed = weight(chosen, method)
+        w = packing.dequantize(packed)
+        inside = 0 if chosen is None else x @ basis.float().T @ basis.float() / K
+        expected = (rounded(x - inside, packed) + inside) @ w.T
+        # Sums in another order move a few inputs over the edge between two codes.
+        assert relative(layer(packed)(x), expected) < 2e-5
+
+
+def test_the_basis_and_better_scales_make_the_rounding_error_smaller_and_parity_does_not_see_them(inputs):
+    x, basis = inputs
+    exact = x @ packing.dequantize(weight()).T
+    errors = [relative(layer(weight(b, m))(x), exact) for b in (None, basis) for m in ("rtn", "sweep")]
+    assert errors[1] < 0.9 * errors[0]
+    assert errors[2] < 0.1 * errors[0]
+    assert errors[3] < errors[2]
+    plain, with_both = (layer(weight(*own), "parity")(x) for own in ((), (basis, "sweep")))
+    assert torch.equal(plain, with_both)
+
+
+def test_any_basis_is_exact_but_for_rounding(inputs):
+    x, _ = inputs
+    w = packing.dequantize(weight())
+    anything = torch.randn(3, K, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn)
+    assert relative(layer(weight(anything))(x), x @ w.T) < 0.05
+
+
+def test_principal_directions_of_rows_of_length_one(inputs):
+    x, _ = inputs
+    moment = SecondMoment(K, torch.device("cpu"))
+    moment.add(x[:40].reshape(2, 20, K))
+    moment.add(torch.cat([x[40:], torch.zeros(1, K)]))
+    basis = moment.basis().float()
+    assert basis.shape == (K, K)
+    assert basis.square().mean(1) == pytest.approx(torch.ones(K), abs=0.03)
+    rows = x / x.norm(dim=1, keepdim=True)
+    energy = (rows @ basis.T / K**0.5).square().sum(0)
+    assert energy.sum() == pytest.approx(64, rel=0.01)
+    assert energy[:RANK].sum() > 0.95 * 64
+    for _ in range(10):
+        moment.add(1e4 * torch.eye(K)[:1])
+    assert abs(float(moment.basis(1)[0, 0].float())) < K**0.5 / 2  # long rows do not take over
+
+
+@pytest.fixture
+def ranked(tiny_model):
+    packed = pack(tiny_model, RANKED, bases=gather_bases(tiny_model, **RUN), activation_scales="four_six")
+    return with_input_scales(packed, observe_for(packed, tiny_model, **RUN))
+
+
+def test_files_hold_it_and_reports_name_it(ranked, tiny_model, tmp_path, capsys):
+    path = hl.save(ranked, tmp_path / "pack.safetensors")
+    stored = load_file(path)
+    name = "model.diffusion_model.layers.1.attention.qkv"
+    assert stored[f"{name}.input_basis"].dtype == torch.float8_e4m3fn
+    assert b'"activation_scales":"four_six"' in bytes(stored[f"{name}.comfy_quant"].tolist())
+    read = hl.Checkpoint.open(path)
+    assert set(read) == set(ranked.checkpoint)
+    for key in ranked.layers():
+        assert read[f"{key}.weight"].same_bits(ranked.checkpoint[f"{key}.weight"]), key
+        assert read.entry(f"{key}.weight") == ranked.checkpoint.entry(f"{key}.weight")
+    report = hl.inspect(path)
+    assert "input basis of rank 4, activations by four_six" in str(report)
+    assert report.bits_per_weight == pytest.approx(RANKED.bits(ranked.layers()), rel=2e-3)
+    assert hl.check(path, tiny_model).ok
+    again = hl.save(hl.load(path), tmp_path / "again.safetensors")
+    assert again.read_bytes() == path.read_bytes()
+    done = convert(path, tmp_path / "comfy.safetensors", to="comfy")
+    assert {"input_scale, input_basis"} < {row.lost for row in done.rows}
+    assert not any("input_basis" in key for key in load_file(tmp_path / "comfy.safetensors"))
+
+
+def test_a_wrong_basis_or_an_unknown_method_in_a_file_is_refused(ranked, tmp_path):
+    path = hl.save(ranked, tmp_path / "pack.safetensors")
+    stored, name = load_file(path), "model.diffusion_model.layers.1.attention.qkv"
+    marker = bytes(stored[f"{name}.comfy_quant"].tolist())
+    wrong = {
+        r"does not fit the layer.*qkv\.input_basis.*\[4, 32\]": {
+            f"{name}.input_basis": torch.zeros(4, 32).to(torch.float8_e4m3fn)
+        },
+        r"does not fit the layer.*BF16": {f"{name}.input_basis": torch.zeros(4, 64).bfloat16()},
+        r"values are NaN.*qkv\.input_basis": {
+            f"{name}.input_basis": torch.full((4, 64), torch.nan).to(torch.float8_e4m3fn)
+        },
+        r"activation scales that are not known.*'five'": {
+            f"{name}.comfy_quant": torch.frombuffer(
+                bytearray(marker.replace(b"four_six", b"five")), dtype=torch.uint8
+            )
+        },
+    }
+    for match, changed in wrong.items():
+        save_file(stored | changed, tmp_path / "wrong.safetensors")
+        with pytest.raises(HswqError, match=match):
+            hl.load(tmp_path / "wrong.safetensors")
+
+
+@pytest.mark.parametrize("how", ["branch", "bake", "bake_from_source"])
+def test_a_lora_acts_on_the_whole_input_not_only_on_what_the_basis_leaves(ranked, tiny_model, how):
+    name = "layers.1.attention.qkv"
+    n, k = tiny_model.layers()[name]
+    generator = torch.Generator().manual_seed(3)
+    down = torch.randn(2, k, generator=generator)
+    up = torch.randn(n, 2, generator=generator) * 0.05
+    tensors = {f"diffusion_model.{name}.lora_down.weight": down, f"diffusion_model.{name}.lora_up.weight": up}
+    lora = lora_from_tensors(tensors)
+    pack_tc = ranked.in_mode("tc")
+    basis = ranked.checkpoint[f"{name}.weight"].basis.float()
+    x = torch.randn(32, RANK, generator=generator) @ basis  # lies wholly in the basis
+    before = pack_tc.linears()[name](x)
+    pack_tc.attach(lora, 1.0, how, source=tiny_model if how == "bake_from_source" else None)
+    arrived = pack_tc.linears()[name](x) - before
+    # 1 if nothing arrived; a bake in place rounds stochastically.
+    assert relative(arrived, x @ down.T @ up.T) < (0.02 if how == "branch" else 0.3)
+    if how != "branch":
+        after = dict(pack_tc.effective_items())[f"{name}.weight"]
+        old = ranked.checkpoint[f"{name}.weight"]
+        assert after.basis.float().equal(old.basis.float())
+        assert after.activation_scales == "four_six"
+        assert after.input_scale == old.input_scale
+
+
+def test_pack_finds_bases_itself_and_refuses_too_few(tiny_model):
+    packed = pack(tiny_model, Plan({"layers.0.attention.qkv": "nvfp4+r2"}))
+    assert packed.checkpoint.entry("layers.0.attention.qkv.weight").rank == 2
+    assert (
+        packed.report().bits_per_weight
+        > pack(tiny_model, Plan({"layers.0.attention.qkv": "nvfp4"})).report().bits_per_weight
+    )
+    few = {"layers.0.attention.qkv": torch.zeros(1, 64).to(torch.float8_e4m3fn)}
+    with pytest.raises(HswqError, match=r"not known.*found: rank 1.*expected: rank 2.*gather_bases"):
+        pack(tiny_model, Plan({"layers.0.attention.qkv": "nvfp4+r2"}), bases=few)
+    with pytest.raises(HswqError, match="unknown way to find block scales"):
+        pack(tiny_model, Plan({"*": "nvfp4"}), activation_scales="best")
+
+
+def test_sensitivity_and_plans_know_ranks(tiny_model):
+    layers = ["layers.1.feed_forward.w2", "x_embedder"]
+    report = sensitivity(
+        tiny_model, **RUN, layers=layers, formats=["nvfp4", "nvfp4+r16"], activation_scales="four_six"
+    )
+    assert report.activation_scales == "four_six"
+    for name in layers:
+        assert report.of(name, "nvfp4+r16").output_error < report.of(name).output_error
+    assert type(report).from_dict(report.to_dict()) == report
+    assert set(report.plan(nvfp4=2).values()) == {"nvfp4"}
+    plain = sensitivity(tiny_model, **RUN, layers=layers)
+    assert plain.of("x_embedder").samples != report.of("x_embedder").samples
