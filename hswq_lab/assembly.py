@@ -75,6 +75,11 @@ class Parts:
         self.shared.put(self._key(layer), weight)
         self.fresh.append(weight)
 
+    def pristine(self, layer: str) -> PackedWeight | None:
+        """A packed weight as the checkpoint has it, if a network holds it; a 16-bit one is held in another dtype."""
+        held = self.shared.find((layer, str(self.device), str(self.dtype)))
+        return held if isinstance(held, PackedWeight) else None
+
     def bias(self, layer: str) -> Tensor | None:
         """A Linear's bias, baked deltas included."""
         value = self.attachments.effective_bias(layer)

@@ -59,6 +59,10 @@ class BakedWeights(Protocol):
         """Takes a weight that was just made."""
         ...
 
+    def pristine(self, layer: str) -> PackedWeight | None:
+        """The layer's weight as the checkpoint has it, where a network holds it on the device."""
+        ...
+
 
 class Attachments(Sequence[Attachment]):
     """An immutable list of LoRAs on one checkpoint.
@@ -231,7 +235,8 @@ class Attachments(Sequence[Attachment]):
         }
         rows: list[LayerEvidence] = []
         for layer in touched:
-            value = self._pristine(layer).to(device)
+            held = None if weights is None else weights.pristine(layer)  # no file is read, nothing is moved
+            value = self._pristine(layer).to(device) if held is None else held
             baked = self._baked_deltas(layer)
             if baked and ways - {"branch"}:
                 rows += self._bake_evidence(layer, value, baked, weights)

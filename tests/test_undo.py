@@ -56,6 +56,19 @@ def test_detaching_restores_the_pack_from_either_place(pack_file, keep) -> None:
     assert pack.checkpoint.metadata == again.checkpoint.metadata
 
 
+@pytest.mark.parametrize("how", ["bake", "branch"])
+def test_what_a_network_holds_is_not_read_from_the_file_again(pack_file, monkeypatch, how) -> None:
+    pack, other = hl.load(pack_file), hl.load(pack_file)
+    picture(pack)
+    read, get = [], hl.Checkpoint.__getitem__
+    monkeypatch.setattr(hl.Checkpoint, "__getitem__", lambda self, name: read.append(name) or get(self, name))
+    report = pack.attach(make_lora(), 1.0, how)
+    assert f"{LAYER}.weight" not in read
+    assert other.attach(make_lora(), 1.0, how).to_dict() == report.to_dict()
+    assert f"{LAYER}.weight" in read
+    assert torch.equal(picture(pack), picture(other))
+
+
 def overwrite(path, at: int = 100) -> None:
     """Changes bytes in place, as a tool does that writes into the open file."""
     with path.open("r+b") as stream:
