@@ -97,11 +97,13 @@ def linears(m: int, n: int, k: int) -> dict[str, Callable[[], object]]:
     s_x = ops.tensor_scale(x)
     codes, scales = ops.rotate_quantize_nvfp4(w, s, 256)
     q, qs = ops.quantize_int8(w, 256)
+    w8, rows = ops.fp8_weight(codes, scales, (n, k))
     return {
         "bf16": lambda: x @ w16.t(),
         "w4a16": lambda: ops.linear_w4a16(x, codes, scales, s, 256, n),
         "w4a4": lambda: ops.linear_w4a4(x, codes, scales, s, s_x, 256, n),
         "w4a8": lambda: ops.linear_w4a8(x, codes, scales, s, s_x, 256, n),
+        "w4a8 kept": lambda: ops.linear_fp8(x, w8, rows, s, s_x, 256, n),
         "int8": lambda: ops.linear_int8(x, q, qs, 256),
     }
 

@@ -33,7 +33,6 @@ linear_int8: Callable[..., None]
 class cuda:  # noqa: N801
     library_version: Callable[[], int]
     probe_fp4: Callable[[int], str]
-    skinny_rows: int
     skinny: Callable[..., None]
     multiply: Callable[..., str]
     amax: Callable[..., None]
@@ -48,4 +47,6 @@ class cuda:  # noqa: N801
     swizzle: Callable[..., None]
     unswizzle: Callable[..., None]
     finish: Callable[..., None]
+    int8_product: Callable[..., None]
+    has_int8_product: Callable[[int], bool]
     alpha_beta: Callable[..., None]

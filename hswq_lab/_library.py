@@ -27,6 +27,8 @@ dequantize_nvfp4(NVFP4 w, Tensor tensor_scale, SymInt[] shape, ScalarType dtype,
 fp4_gemm(NVFP4 x, NVFP4 w, Tensor alpha, SymInt[] shape, Tensor? bias, ScalarType dtype) -> Tensor
 linear_w4a4(Tensor x, NVFP4 w, Tensor w_scale, Tensor input_scale, int? group, SymInt n, Tensor? bias) -> Tensor
 linear_w4a8(Tensor x, NVFP4 w, Tensor w_scale, Tensor input_scale, int? group, SymInt n, Tensor? bias) -> Tensor
+fp8_weight(NVFP4 w, SymInt n, SymInt k) -> (Tensor, Tensor)
+linear_fp8(Tensor x, Tensor w, Tensor rows, Tensor w_scale, Tensor s_x, int? group, SymInt n, Tensor? bias) -> Tensor
 linear_w4a16(Tensor x, NVFP4 w, Tensor w_scale, int? group, SymInt n, Tensor? bias) -> Tensor
 linear_int8(Tensor x, Tensor q, Tensor s, int? group, Tensor? bias) -> Tensor
 quantize_int8(Tensor w, int? group, int? seed) -> (Tensor, Tensor)
@@ -60,6 +62,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "fp4_gemm": lambda x, xs, w, ws, alpha, shape, bias, dtype: x.new_empty(shape, dtype=dtype),
     "linear_w4a4": lambda x, w, ws, s, input_scale, group, n, bias: _fake_linear(x, n),
     "linear_w4a8": lambda x, w, ws, s, input_scale, group, n, bias: _fake_linear(x, n),
+    "fp8_weight": lambda codes, scales, n, k: (
+        codes.new_empty((ceil_to(n, 16), ceil_to(k, 16)), dtype=torch.float8_e4m3fn),
+        codes.new_empty((ceil_to(n, 16), 1), dtype=torch.float32),
+    ),
+    "linear_fp8": lambda x, w8, row_scale, ws, s, group, n, bias: _fake_linear(x, n),
     "linear_w4a16": lambda x, w, ws, s, group, n, bias: _fake_linear(x, n),
     "linear_int8": lambda x, q, s, group, bias: _fake_linear(x, q.shape[0]),
     "quantize_int8": lambda w, group, seed: (

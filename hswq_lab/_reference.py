@@ -25,6 +25,26 @@ swizzle = formats.swizzle
 unswizzle = formats.unswizzle
 
 
+def fp8_weight(w_codes: Tensor, w_scales: Tensor, n: int, k: int) -> Pair:
+    w8, row_scale = formats.fp8_weight(w_codes, w_scales, (n, k))
+    padded = torch.nn.functional.pad(w8.view(torch.uint8), (0, -k % 16, 0, -n % 16)).view(w8.dtype)
+    return padded, torch.nn.functional.pad(row_scale, (0, 0, 0, -n % 16), value=1.0)
+
+
+def linear_fp8(
+    x: Tensor,
+    w8: Tensor,
+    row_scale: Tensor,
+    w_scale: Tensor,
+    input_scale: Tensor,
+    group: int | None,
+    n: int,
+    bias: Tensor | None,
+) -> Tensor:
+    weight = w8[:n, : x.shape[-1]]
+    return formats.linear_fp8(x, weight, row_scale[:n], w_scale, input_scale, group, bias)
+
+
 def rotate(x: Tensor, group: int | None) -> Tensor:
     return x.clone() if group is None else formats.rotate(x, group)
 

@@ -154,11 +154,20 @@ class Nvfp4TensorCoreLinear(Nvfp4Linear):
 
 
 class Nvfp4Fp8Linear(Nvfp4TensorCoreLinear):
-    """An NVFP4 weight with FP8 activations (W4A8, "tc8"); their scale is 6 · input_scale."""
+    """An NVFP4 weight with FP8 activations (W4A8, "tc8"); their scale is 6 · input_scale.
+
+    Where the weight is on a card and the mode says "keep", it is held in FP8 as well, from the first call on.
+    """
+
+    _kept: tuple[Tensor, Tensor] | None = None
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LabLinear.multiply`."""
         w, s_x = self.weight, self.activation_scale(x)
+        if self.resolved.fp8_weights == "keep" and w.device.type == "cuda":
+            if self._kept is None:
+                self._kept = ops.fp8_weight(w.codes, w.scales, w.shape)
+            return ops.linear_fp8(x, *self._kept, w.scale, s_x, w.group, self.out_features, self.bias)
         return ops.linear_w4a8(x, w.codes, w.scales, w.scale, s_x, w.group, self.out_features, self.bias)
 
 

@@ -18,7 +18,7 @@ from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.mini import mini_companion, mini_weights
 from hswq_lab.models.zimage import MINI
-from hswq_lab.modes import ModeRequest, Requested, Uncalibrated
+from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Uncalibrated
 from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
 
@@ -36,6 +36,7 @@ def load(
     *,
     mode: Requested = "auto",
     uncalibrated: Uncalibrated | None = None,
+    fp8_weights: Fp8Weights = "per_call",
     origin: str | None = None,
     keep: Keep = "file",
 ) -> Model:
@@ -48,6 +49,8 @@ def load(
         dtype: of activations and unpacked weights; default bf16 on a GPU, fp32 on a CPU.
         mode: "auto", "parity" (W4A16), "tc" (W4A4) or "tc8" (W4A8).
         uncalibrated: what to do with layers without input_scale in tc and tc8: None refuses, "dynamic" or "unit".
+        fp8_weights: how tc8 multiplies on a card: "per_call" converts the NVFP4 weights at every call, "keep" holds
+            them in FP8 as well: faster, one byte more a weight, the same numbers.
         origin: who asked for this mode, for the report; default: "default" or "asked for".
         keep: where the pristine weights are, to which taking a LoRA off returns: "file" reads a layer again when it is
             needed, and refuses if the file was changed since; "memory" holds a copy of all of them on the CPU, whatever
@@ -83,7 +86,7 @@ def load(
         companion=companion_for(checkpoint),
         device=where,
         dtype=dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32),
-        request=ModeRequest(mode, uncalibrated, origin),
+        request=ModeRequest(mode, uncalibrated, origin, fp8_weights),
     )
 
 
@@ -127,8 +130,26 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
         told = [_told(item) for item in model.loras]
         metadata[LORAS_KEY] = json.dumps([*json.loads(metadata.get(LORAS_KEY, "[]")), *told])
         seeds = {layer: layer_seed(layer) for layer in model.baked_layers}
-        metadata[SEEDS_KEY] = json.dumps(json.loads(metadata.get(SEEDS_KEY, "{}")) | seeds)
+        metadata[SEEDS_KEY] = json.dumps(_known_seeds(source) | seeds)
     return write(path, model.effective_items(), metadata, None, progress, source=source)
+
+
+def _known_seeds(checkpoint: Checkpoint) -> dict[str, object]:
+    """The seeds of LoRAs that were baked into the file before."""
+    text = checkpoint.metadata.get(SEEDS_KEY, "{}")
+    try:
+        known = json.loads(text)
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict):
+        raise HswqError(
+            "the file's seeds of baked LoRAs cannot be read",
+            file=checkpoint.path,
+            tensor=SEEDS_KEY,
+            found=text[:80],
+            expected="a JSON object, layer → seed",
+        )
+    return known
 
 
 def _told(item: Attachment) -> dict[str, object]:

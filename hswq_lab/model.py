@@ -23,7 +23,7 @@ from hswq_lab.lora import BakeReport, LoraFile
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
 from hswq_lab.models.zimage import PATCH, ZImage, linear_layers
-from hswq_lab.modes import ModeRequest, Requested, Resolved, Uncalibrated, resolve
+from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Resolved, Uncalibrated, resolve
 from hswq_lab.progress import Progress, silent
 from hswq_lab.report import LayerRow, LoadReport
 
@@ -152,15 +152,21 @@ class Model:
 
     # -- views and copies ------------------------------------------------------------------------------------
 
-    def in_mode(self, mode: Requested, uncalibrated: Uncalibrated | None = None) -> Model:
+    def in_mode(
+        self,
+        mode: Requested,
+        uncalibrated: Uncalibrated | None = None,
+        fp8_weights: Fp8Weights = "per_call",
+    ) -> Model:
         """A view of this model that runs in another mode and shares its weights; this model is not changed.
 
-        The view starts with this model's LoRAs; later attachments to either do not reach the other.
+        The view starts with this model's LoRAs; later attachments to either do not reach the other. For
+        `fp8_weights` see `hl.load`.
 
         Raises:
             HswqError: tc or tc8 for a layer without input_scale, unless `uncalibrated` is "dynamic" or "unit".
         """
-        return self._copy(request=ModeRequest(mode, uncalibrated, origin="asked for"))
+        return self._copy(request=ModeRequest(mode, uncalibrated, "asked for", fp8_weights))
 
     def on(self, device: str | torch.device, dtype: torch.dtype | None = None) -> Model:
         """The same model on another device, or with another activation dtype."""

@@ -10,6 +10,7 @@ from hswq_lab.errors import HswqError
 
 Requested = Literal["auto", "parity", "tc", "tc8"]
 Uncalibrated = Literal["dynamic", "unit"]
+Fp8Weights = Literal["per_call", "keep"]
 LayerMode = Literal["parity", "tc", "tc8", "int8", "fp8", "16-bit"]
 
 
@@ -17,12 +18,15 @@ LayerMode = Literal["parity", "tc", "tc8", "int8", "fp8", "16-bit"]
 class ModeRequest:
     """What was asked for: the mode, and what to do with a layer that has no input_scale (None: refuse).
 
-    `origin` says who asked ("default", "asked for", "HSWQ_ZI_FORCE_TC=1"), for the report.
+    `fp8_weights` says how tc8 multiplies on a card: "per_call" converts the NVFP4 weights at every call, "keep" holds
+    them in FP8 as well, one byte more a weight. The numbers are the same. `origin` says who asked ("default",
+    "asked for", "HSWQ_ZI_FORCE_TC=1"), for the report.
     """
 
     mode: Requested = "auto"
     uncalibrated: Uncalibrated | None = None
     origin: str = "default"
+    fp8_weights: Fp8Weights = "per_call"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Requested):
@@ -33,6 +37,10 @@ class ModeRequest:
                 found=repr(self.uncalibrated),
                 expected="dynamic or unit",
             )
+        if self.fp8_weights not in get_args(Fp8Weights):
+            raise HswqError(
+                "unknown way to hold FP8 weights", found=repr(self.fp8_weights), expected="per_call or keep"
+            )
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Resolved:
     mode: LayerMode
     activation_scale: Literal["none", "static", "dynamic", "unit"]
     why: str
+    fp8_weights: Fp8Weights = "per_call"
 
 
 SWITCHES = ("HSWQ_ZI_FORCE_PARITY", "HSWQ_ZI_FORCE_TC")
@@ -101,14 +110,15 @@ def resolve(
     if request.mode == "tc8":
         how = "FP8 activations"
     if calibrated:
-        return Resolved(request.mode, "static", f"{request.origin} ({how})")
+        return Resolved(request.mode, "static", f"{request.origin} ({how})", request.fp8_weights)
     if request.uncalibrated is None:
         raise HswqError(
             f"the layer cannot run in mode {request.mode}: it has no input_scale",
             tensor=name,
             fix="calibrate the pack, or ask for uncalibrated='dynamic' (own scale per call) or 'unit' (scale 1)",
         )
-    return Resolved(request.mode, request.uncalibrated, f"{request.origin}, no input_scale ({how})")
+    why = f"{request.origin}, no input_scale ({how})"
+    return Resolved(request.mode, request.uncalibrated, why, request.fp8_weights)
 
 
 _AS_ITSELF = "runs as itself in every mode"

@@ -36,6 +36,8 @@ __all__ = [
     "describe_backends",
     "fp4_gemm",
     "fp4_is_native",
+    "fp8_weight",
+    "linear_fp8",
     "linear_int8",
     "linear_w4a4",
     "linear_w4a8",
@@ -65,6 +67,8 @@ _dequantize_nvfp4 = _ops.dequantize_nvfp4.default
 _fp4_gemm = _ops.fp4_gemm.default
 _linear_w4a4 = _ops.linear_w4a4.default
 _linear_w4a8 = _ops.linear_w4a8.default
+_fp8_weight = _ops.fp8_weight.default
+_linear_fp8 = _ops.linear_fp8.default
 _linear_w4a16 = _ops.linear_w4a16.default
 _linear_int8 = _ops.linear_int8.default
 _quantize_int8 = _ops.quantize_int8.default
@@ -242,6 +246,30 @@ def linear_w4a8(
 ) -> Tensor:
     """x [..., K] → [..., n]: rotated x as E4M3 (scale ``6 · input_scale`` = amax / 448) times E4M3 weights."""
     return cast(Tensor, _linear_w4a8(x, w_codes, w_scales, w_scale, input_scale, group, n, bias))
+
+
+def fp8_weight(w_codes: Tensor, w_scales: Tensor, shape: tuple[int, int]) -> Pair:
+    """The E4M3 form in which `linear_w4a8` multiplies an NVFP4 weight [N, K], for who keeps it.
+
+    Returns:
+        w8: float8_e4m3fn [ceil16 N, ceil16 K]; row_scale: fp32 [ceil16 N, 1], powers of two.
+    """
+    w8, row_scale = _fp8_weight(w_codes, w_scales, *shape)
+    return w8, row_scale
+
+
+def linear_fp8(
+    x: Tensor,
+    w8: Tensor,
+    row_scale: Tensor,
+    w_scale: Tensor,
+    input_scale: Tensor,
+    group: int | None,
+    n: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`linear_w4a8` of a kept `fp8_weight`: the same numbers without its conversion, for one more byte a weight."""
+    return cast(Tensor, _linear_fp8(x, w8, row_scale, w_scale, input_scale, group, n, bias))
 
 
 def quantize_int8(w: Tensor, group: int | None, seed: int | None = None) -> Pair:

@@ -32,6 +32,7 @@ def sample_calls() -> dict[str, tuple]:
     wc, ws = (t.view(torch.uint8) for t in ops.rotate_quantize_nvfp4(w, w_s, 64))
     q, q_s = ops.quantize_int8(w, 64)
     bias, cube = make(1, 24)[0], x.reshape(2, 10, 64)
+    w8, rows = ops.fp8_weight(wc, ws, (24, 64))
     linear = torch.randint(0, 255, (24, 4), dtype=torch.uint8)
     return {
         "amax": (x,),
@@ -42,6 +43,8 @@ def sample_calls() -> dict[str, tuple]:
         "fp4_gemm": (xc, xs, wc, ws, s * w_s, [20, 24], bias, torch.bfloat16),
         "linear_w4a4": (cube, wc, ws, w_s, s, 64, 24, bias),
         "linear_w4a8": (cube, wc, ws, w_s, s, 64, 24, None),
+        "fp8_weight": (wc, ws, 24, 64),
+        "linear_fp8": (cube, w8.view(torch.uint8), rows, w_s, s, 64, 24, bias),
         "linear_w4a16": (cube.bfloat16(), wc, ws, w_s, 64, 24, bias),
         "linear_int8": (cube, q, q_s, 64, bias),
         "quantize_int8": (w, 64, None),

@@ -54,6 +54,21 @@ struct Finish {
     MutableMatrix y;
 };
 
+// Y [m, n] = (X [m, k] W [n, k]^T) * (x_scale * w_scale) + bias, in fp32, rounded once to bf16 or fp16. X, W
+// and rows of Y start at multiples of 16 bytes, k is a multiple of 16, n of 8.
+struct Int8Product {
+    int64_t m, n, k;
+    const void* x;
+    int64_t x_stride;
+    const void* w;
+    int64_t w_stride;
+    const float* x_scale;  // [m]
+    const float* w_scale;  // [n], or one number
+    bool scalar_w_scale;
+    const float* bias;  // [n], or null
+    MutableMatrix y;
+};
+
 // Y [M, N] = alpha * X W^T + bias, without W's tensor scale. X is bf16 or fp16, at most kSkinnyRows rows,
 // 16-byte aligned rows; w.cols = K is a multiple of 32.
 constexpr int64_t kSkinnyRows = 64;
@@ -68,6 +83,9 @@ struct Skinny {
 };
 
 cudaError_t skinny(const Skinny& job, cudaStream_t stream);
+// Whether this device and this build have `int8_product` (capability 9.0, target 90a).
+bool has_int8_product(int device);
+cudaError_t int8_product(const Int8Product& job, cudaStream_t stream);
 cudaError_t amax(const Matrix& x, float* result, cudaStream_t stream);
 cudaError_t rotate(const Matrix& x, int group, const MutableMatrix& y, cudaStream_t stream);
 cudaError_t quantize(const Quantize& job, cudaStream_t stream);
@@ -82,8 +100,8 @@ cudaError_t quantize_fp8(const Matrix& x, int group, const float* input_scale, u
 // tensor_scale null: block scales only.
 cudaError_t dequantize(const Nvfp4& w, const float* tensor_scale, int group, const MutableMatrix& y,
                        cudaStream_t stream);
-// E4M3 with a power of two a row; amax [rows] is scratch. y [rows, ceil16 cols].
-cudaError_t fp8_weight(const Nvfp4& w, uint32_t* amax, float* row_scale, uint8_t* y, cudaStream_t stream);
+// E4M3 with a power of two a row. y [rows, ceil16 cols].
+cudaError_t fp8_weight(const Nvfp4& w, float* row_scale, uint8_t* y, cudaStream_t stream);
 cudaError_t quantize_int8(const QuantizeInt8& job, cudaStream_t stream);
 cudaError_t dequantize_int8(const int8_t* q, const float* scale, bool scalar, int group,
                             const MutableMatrix& y, cudaStream_t stream);
@@ -92,7 +110,9 @@ cudaError_t swizzle(const uint8_t* linear, int64_t rows, int64_t cols, uint8_t* 
 cudaError_t unswizzle(const uint8_t* swizzled, int64_t rows, int64_t cols, uint8_t* linear,
                       cudaStream_t stream);
 cudaError_t finish(const Finish& job, cudaStream_t stream);
-// pair[0] = factor * a * b (null: 1), pair[1] = 0: alpha and beta of a product whose scales lie on the card.
-cudaError_t alpha_beta(float factor, const float* a, const float* b, float* pair, cudaStream_t stream);
+// `count` numbers factor * a * b (null: 1), and a 0 after them: alpha and beta of a product whose scales lie
+// on the card, or a row of equal scales.
+cudaError_t alpha_beta(float factor, const float* a, const float* b, int64_t count, float* numbers,
+                       cudaStream_t stream);
 
 }  // namespace hswq::cuda

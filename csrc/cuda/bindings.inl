@@ -112,6 +112,24 @@ void finish_cuda_(int device, Address stream, Address sums, int64_t stride, bool
     enqueue(device, stream, [&](cudaStream_t s) { return cuda::finish(job, s); });
 }
 
+void int8_product_(int device, Address stream, const PyMatrix& x, const PyMatrix& w, Address x_scale,
+                   Address w_scale, bool scalar_w_scale, Address bias, const PyMatrix& y) {
+    const Matrix a = matrix(x), b = matrix(w);
+    const cuda::Int8Product job{a.rows,
+                                b.rows,
+                                a.cols,
+                                a.data,
+                                a.stride,
+                                b.data,
+                                b.stride,
+                                at<const float>(x_scale),
+                                at<const float>(w_scale),
+                                scalar_w_scale,
+                                at<const float>(bias),
+                                mutable_matrix(y)};
+    enqueue(device, stream, [&](cudaStream_t s) { return cuda::int8_product(job, s); });
+}
+
 void bind_cuda(py::module_& parent) {
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::module_ m = parent.def_submodule("cuda");
@@ -121,7 +139,14 @@ void bind_cuda(py::module_& parent) {
     m.def("quantize", &quantize_cuda_, without_gil);
     m.def("quantize_int8", &quantize_int8_cuda_, without_gil);
     m.def("finish", &finish_cuda_, without_gil);
-    m.attr("skinny_rows") = cuda::kSkinnyRows;
+    m.def("int8_product", &int8_product_, without_gil);
+    m.def(
+        "has_int8_product",
+        [](int device) {
+            const OnDevice on(device);
+            return cuda::has_int8_product(device);
+        },
+        without_gil);
     m.def(
         "skinny",
         [](int device, Address stream, const PyMatrix& x, const PyNvfp4& w, Address first_scale,
@@ -179,10 +204,9 @@ void bind_cuda(py::module_& parent) {
         without_gil);
     m.def(
         "fp8_weight",
-        [](int device, Address stream, const PyNvfp4& w, Address amax, Address row_scale, Address y) {
+        [](int device, Address stream, const PyNvfp4& w, Address row_scale, Address y) {
             enqueue(device, stream, [&](cudaStream_t s) {
-                return cuda::fp8_weight(nvfp4(w), at<uint32_t>(amax), at<float>(row_scale), at<uint8_t>(y),
-                                        s);
+                return cuda::fp8_weight(nvfp4(w), at<float>(row_scale), at<uint8_t>(y), s);
             });
         },
         without_gil);
@@ -213,9 +237,10 @@ void bind_cuda(py::module_& parent) {
         without_gil);
     m.def(
         "alpha_beta",
-        [](int device, Address stream, float factor, Address a, Address b, Address pair) {
+        [](int device, Address stream, float factor, Address a, Address b, int64_t count, Address numbers) {
             enqueue(device, stream, [&](cudaStream_t s) {
-                return cuda::alpha_beta(factor, at<const float>(a), at<const float>(b), at<float>(pair), s);
+                return cuda::alpha_beta(factor, at<const float>(a), at<const float>(b), count,
+                                        at<float>(numbers), s);
             });
         },
         without_gil);

@@ -114,21 +114,20 @@ __device__ __forceinline__ Place place_of(const Tiles& tiles, unsigned tile, uin
 // A warp takes tile after tile; while it works on one, the next is on its way into the other half of its
 // scratch.
 template <bool kWide, class Source, class Sink>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    chunk_kernel(Source source, Sink sink, Tiles tiles, int group) {
-    __shared__ uint4 scratch[kThreads / 32][2][kTileUnits];
+__device__ __forceinline__ void rotate_chunks(const Source& source, const Sink& sink, const Tiles& tiles,
+                                              int group, uint4 (&scratch)[2][kTileUnits]) {
     const unsigned warp = threadIdx.x / 32, step = gridDim.x * (kThreads / 32);
     unsigned tile = blockIdx.x * (kThreads / 32) + warp, turn = 0;
     if (tile >= tiles.count) return;
-    source.template prefetch<kWide>(place_of<kWide>(tiles, tile, scratch[warp][turn]));
+    source.template prefetch<kWide>(place_of<kWide>(tiles, tile, scratch[turn]));
     asm volatile("cp.async.commit_group;");
     for (; tile < tiles.count; tile += step, turn ^= 1) {
         if (tile + step < tiles.count)
-            source.template prefetch<kWide>(place_of<kWide>(tiles, tile + step, scratch[warp][turn ^ 1]));
+            source.template prefetch<kWide>(place_of<kWide>(tiles, tile + step, scratch[turn ^ 1]));
         asm volatile("cp.async.commit_group;");
         asm volatile("cp.async.wait_group 1;" ::: "memory");
         __syncwarp();
-        const Place place = place_of<kWide>(tiles, tile, scratch[warp][turn]);
+        const Place place = place_of<kWide>(tiles, tile, scratch[turn]);
         float v[kValues];
         source.template load<kWide>(place, v);
         const float factor = rotate_values<kWide>(v, group);
@@ -137,13 +136,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
 }
 
-// As many blocks as run at once.
-inline unsigned resident_blocks() {
+template <bool kWide, class Source, class Sink>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    chunk_kernel(Source source, Sink sink, Tiles tiles, int group) {
+    __shared__ uint4 scratch[kThreads / 32][2][kTileUnits];
+    rotate_chunks<kWide>(source, sink, tiles, group, scratch[threadIdx.x / 32]);
+}
+
+// One warp a tile, but no more blocks than run at once.
+inline unsigned blocks_for_tiles(const Tiles& tiles) {
+    const unsigned needed = (tiles.count + kThreads / 32 - 1) / (kThreads / 32);
     int device = 0, processors = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
         return 1;  // the launch will report what is wrong
-    return unsigned(processors) * kBlocks;
+    return needed < unsigned(processors) * kBlocks ? needed : unsigned(processors) * kBlocks;
 }
 
 template <class Source, class Sink>
@@ -151,8 +158,7 @@ cudaError_t run_chunks(const Source& source, const Sink& sink, int64_t rows, int
                        cudaStream_t stream) {
     const Tiles tiles = tiles_for(rows, cols);
     if (tiles.count == 0) return cudaSuccess;
-    const unsigned needed = (tiles.count + kThreads / 32 - 1) / (kThreads / 32), resident = resident_blocks(),
-                   blocks = needed < resident ? needed : resident;
+    const unsigned blocks = blocks_for_tiles(tiles);
     if (group == 256) {
         chunk_kernel<true><<<blocks, kThreads, 0, stream>>>(source, sink, tiles, group);
     } else {

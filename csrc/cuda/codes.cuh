@@ -1,6 +1,8 @@
 // Blocks of 16 values to E2M1 codes by the plain rule: what rotate_quantize and rounded_values share.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "cuda/chunks.cuh"
 
 namespace hswq::cuda {
@@ -75,6 +77,106 @@ __device__ __forceinline__ PlainBlock plain_block(float* v, float factor, float 
     }
     block.codes = block_codes(v, divisor, raw);
     return block;
+}
+
+// ---- the quick way, for rotated 16-bit activations
+// ---------------------------------------------------------
+//
+// x / t as x times the reciprocal: a code can differ from the definition's where the quotient lies within two
+// last bits of a boundary between codes, some 10^-6 of them. Exact ties are frequent only where the tensor
+// scale has few significant bits; there, and where anything could over- or underflow, the exact way is taken.
+
+__device__ __forceinline__ bool quick_scale(float s) {
+    return s >= 0x1p-40f && s <= 0x1p40f && (bits(s) & 0xfffu) != 0;
+}
+
+// The same for a whole matrix.
+struct TensorScale {
+    float value, reciprocal;
+};
+
+__device__ __forceinline__ TensorScale tensor_scale_of(const float* s) {
+    return {*s, __frcp_rn(*s)};
+}
+
+// What four blocks of 16, v[16 * e ...] without their factor of 1/16, are multiplied with and divided by.
+struct QuickBlocks {
+    uint32_t scales[2];   // E4M3 codes of blocks 0 and 2, and of 1 and 3, the first in the low byte
+    float reciprocal[4];  // takes v to 2^-14 times the quotient
+    unsigned clipped;
+};
+
+__device__ __forceinline__ float2 e4m3_values(uint32_t two) {
+    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(two), __NV_E4M3);
+    return __half22float2(__half2(halves));
+}
+
+// `v` comes out clamped to what has a code; it is 0 where the divisor is 0 or NaN, which makes all codes 0.
+__device__ __forceinline__ QuickBlocks quick_blocks(float (&v)[kValues], const TensorScale& s) {
+    QuickBlocks blocks;
+    float largest[4], ratio[4], divisor[4];
+    blocks.clipped = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        largest[e] = block_amax(v + 16 * e);
+        float finite;  // or NaN; 2^64 is clipped as well as infinity is
+        asm("min.NaN.f32 %0, %1, %2;" : "=f"(finite) : "f"(largest[e]), "f"(0x1p64f));
+        ratio[e] = divide(divide(finite, 96.0f, 1.0f / 96.0f), s.value, s.reciprocal);
+        blocks.clipped += ratio[e] > 448.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        blocks.scales[r] =
+            __nv_cvt_float2_to_fp8x2(make_float2(ratio[r], ratio[r + 2]), __NV_SATFINITE, __NV_E4M3);
+        const float2 c = e4m3_values(blocks.scales[r]);
+        divisor[r] = s.value * c.x;
+        divisor[r + 2] = s.value * c.y;
+    }
+    bool ordinary = true;  // nothing exceeds the codes, no divisor is 0 or NaN
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        float inverse;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor[e]));
+        inverse = fmaf(inverse, fmaf(-divisor[e], inverse, 1.0f), inverse);
+        blocks.reciprocal[e] = inverse * 0x1p-18f;
+        ordinary = ordinary && largest[e] < 7.0f * 16.0f * divisor[e];
+    }
+    if (!ordinary) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const bool empty = !(divisor[e] > 0.0f);
+            // 0 - 0 is +0: an empty block loses its signs too.
+            const float most = empty ? 0.0f : 6.5f * 16.0f * divisor[e], least = 0.0f - most;
+            if (empty) blocks.reciprocal[e] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[16 * e + i] = fminf(fmaxf(v[16 * e + i], least), most);
+        }
+    }
+    return blocks;
+}
+
+// Two quotients, times 2^-14, as fp16 rounded towards 0: their bits then count, by 512, E2M1's steps, below
+// its least normal number too. Half a step more, and bits 9 to 11 are the code, bit 15 the sign. The even
+// column is the upper half.
+__device__ __forceinline__ uint32_t code_pair(float even, float odd, float reciprocal) {
+    uint32_t pair;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(even * reciprocal), "f"(odd * reciprocal));
+    return pair + 0x01000100u;
+}
+
+// Bits of a where the mask is set, of b elsewhere: one instruction.
+__device__ __forceinline__ uint32_t pick(uint32_t mask, uint32_t a, uint32_t b) {
+    uint32_t picked;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(picked) : "r"(mask), "r"(a), "r"(b));
+    return picked;
+}
+
+// Eight codes of four pairs, as in memory.
+__device__ __forceinline__ uint32_t pack_codes(const uint32_t (&pairs)[4]) {
+    const uint32_t a = __byte_perm(pairs[0], pairs[1], 0x7351), b = __byte_perm(pairs[2], pairs[3], 0x7351),
+                   even = __byte_perm(a, b, 0x7632), odd = __byte_perm(a, b, 0x5410);
+    const uint32_t upper = pick(0x80808080u, even, even << 3), lower = pick(0x08080808u, odd >> 4, odd >> 1);
+    return pick(0xf0f0f0f0u, upper, lower);
 }
 
 }  // namespace hswq::cuda

@@ -1,9 +1,9 @@
-// Eight-bit formats: INT8 by rows, FP8 activations and FP8 weights, and the largest magnitudes that they
-// need.
+// Eight-bit formats: INT8 by rows, FP8 activations, and the largest magnitudes that they need.
 #include <cuda_fp8.h>
 
 #include "cuda/chunks.cuh"
 #include "cuda/codes.cuh"
+#include "cuda/groups.cuh"
 #include "cuda/kernels.h"
 
 namespace hswq::cuda {
@@ -67,12 +67,13 @@ __device__ __forceinline__ void store_bytes(const Place& place, uint8_t* y, int6
 // ---- INT8
 // ----------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float own_scale(float amax) {
+    if (amax != amax) return floating(0x7fc00000u);
+    return (amax < 1e-6f ? 1e-6f : amax) / 127.0f;
+}
+
 __device__ __forceinline__ float int8_scale(const QuantizeInt8& job, int64_t row) {
-    if (job.kind == Int8Scales::own) {
-        const float amax = floating(job.amax[row]);
-        if (amax != amax) return floating(0x7fc00000u);
-        return (amax < 1e-6f ? 1e-6f : amax) / 127.0f;
-    }
+    if (job.kind == Int8Scales::own) return own_scale(floating(job.amax[row]));
     const int64_t at = job.kind == Int8Scales::kept ? row : 0;
     const float amax = floating(job.amax[at]);
     return amax / job.scale[at] > 127.5f ? amax / 127.0f : job.scale[at];
@@ -125,6 +126,103 @@ struct Int8Sink {
     }
 };
 
+// All of a row in one block, a warp 256 columns of eight rows: x is read and rotated once, and stays in
+// registers while the rows' largest magnitudes are compared. For own scales, rounded to nearest.
+constexpr int kRowWarps = 16;
+
+struct RowMaxima {
+    uint32_t bits[3][kTileRows];  // the third is being emptied: one barrier a turn is then enough
+};
+
+// Codes of v, which lacks `factor`, as bytes.
+__device__ __forceinline__ void int8_codes(float (&v)[kValues], float factor, float scale, float amax,
+                                           uint32_t (&words)[kValues / 4]) {
+    scale_values(v, factor);
+    if (!can_divide(scale, amax)) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            const uint32_t code = int8_code(v[i] / scale, false, 0.0f) << (8 * (i % 4));
+            words[i / 4] = i % 4 ? words[i / 4] | code : code;
+        }
+        return;
+    }
+    const float reciprocal = __frcp_rn(scale), whole = 12582912.0f;  // 1.5 * 2^23
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) {
+        uint32_t sums[4];  // no magnitude exceeds the row's largest: no code exceeds 127
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[j] = bits(divide(v[i + j], scale, reciprocal) + whole);
+        words[i / 4] =
+            __byte_perm(__byte_perm(sums[0], sums[1], 0x0040), __byte_perm(sums[2], sums[3], 0x0040), 0x5410);
+    }
+}
+
+__global__ void __launch_bounds__(32 * kRowWarps, 1)
+    int8_rows_kernel(MatrixSource source, QuantizeInt8 job, unsigned bands, unsigned columns) {
+    extern __shared__ uint4 tiles[];  // [columns][2][kTileUnits]
+    __shared__ RowMaxima maxima;
+    const unsigned warp = threadIdx.x / 32;
+    const Tiles all{job.x.rows, columns, bands * columns};
+    const auto place = [&](unsigned band, unsigned turn) {
+        return place_of<true>(all, band * columns + warp, tiles + (2 * warp + turn % 2) * kTileUnits);
+    };
+    if (threadIdx.x < 3 * kTileRows) maxima.bits[threadIdx.x / kTileRows][threadIdx.x % kTileRows] = 0;
+    source.prefetch<true>(place(blockIdx.x, 0));
+    asm volatile("cp.async.commit_group;");
+    __syncthreads();
+    unsigned turn = 0;
+    for (unsigned band = blockIdx.x; band < bands; band += gridDim.x, ++turn) {
+        if (band + gridDim.x < bands) source.prefetch<true>(place(band + gridDim.x, turn + 1));
+        asm volatile("cp.async.commit_group;");
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncwarp();
+        const Place here = place(band, turn);
+        float v[kValues];
+        source.load<true>(here, v);
+        const float factor = rotate_values<true>(v, 256);
+        // Multiplying by the factor is monotonic.
+        uint32_t largest = bits(lane_amax(v) * factor) & 0x7fffffffu;
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        uint32_t* row_maximum = &maxima.bits[turn % 3][threadIdx.x % 32 / 4];
+        if (here.lane == 0) atomicMax(row_maximum, largest);
+        __syncthreads();
+        if (threadIdx.x < kTileRows) maxima.bits[(turn + 2) % 3][threadIdx.x] = 0;
+        const float amax = floating(*row_maximum), scale = own_scale(amax);
+        if (here.first == 0 && here.row < job.x.rows) job.new_scale[here.row] = scale;
+        uint32_t words[kValues / 4];
+        int8_codes(v, factor, scale, amax, words);
+        store_bytes<true>(here, reinterpret_cast<uint8_t*>(job.q), job.x.rows, job.x.cols, words);
+        __syncwarp();
+    }
+}
+
+// How many warps have room for two tiles each in a block's shared memory on the current device.
+int64_t row_warps() {
+    int device = 0, bytes = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+        return 0;
+    const int fit = (bytes - int(sizeof(RowMaxima))) / int(2 * kTileUnits * sizeof(uint4));
+    return fit < kRowWarps ? fit : kRowWarps;
+}
+
+cudaError_t run_rows(const MatrixSource& source, const QuantizeInt8& job, cudaStream_t stream) {
+    const Tiles tiles = tiles_for(job.x.rows, job.x.cols);
+    if (tiles.count == 0) return cudaSuccess;
+    const unsigned bands = tiles.count / tiles.columns;
+    const int shared = int(tiles.columns * 2 * kTileUnits * sizeof(uint4));
+    const cudaError_t error =
+        cudaFuncSetAttribute(int8_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    int device = 0, processors = 1;
+    cudaGetDevice(&device);  // the launch will report what is wrong
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    int8_rows_kernel<<<min(bands, unsigned(processors)), 32 * tiles.columns, shared, stream>>>(
+        source, job, bands, tiles.columns);
+    return cudaGetLastError();
+}
+
 struct Int8Source {
     const int8_t* q;
     const float* scale;
@@ -160,18 +258,10 @@ struct Int8Source {
 // ---- FP8
 // -----------------------------------------------------------------------------------------------------
 
-template <bool kWide>
-__device__ __forceinline__ void store_e4m3(const Place& place, uint8_t* y, int64_t rows, int64_t cols,
-                                           const float (&v)[kValues]) {
-    uint32_t words[kValues / 4];
-#pragma unroll
-    for (int i = 0; i < kValues; i += 4) {
-        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[i], v[i + 1]), __NV_SATFINITE, __NV_E4M3);
-        const uint32_t high =
-            __nv_cvt_float2_to_fp8x2(make_float2(v[i + 2], v[i + 3]), __NV_SATFINITE, __NV_E4M3);
-        words[i / 4] = low | high << 16;
-    }
-    store_bytes<kWide>(place, y, rows, cols, words);
+__device__ __forceinline__ uint32_t e4m3_word(float a, float b, float c, float d) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
 }
 
 struct Fp8Sink {
@@ -187,26 +277,49 @@ struct Fp8Sink {
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             if (v[i] != 0.0f) v[i] = fast ? divide(v[i], scale, reciprocal) : v[i] / scale;
-        store_e4m3<kWide>(place, y, rows, cols, v);
+        uint32_t words[kValues / 4];
+#pragma unroll
+        for (int i = 0; i < kValues; i += 4) words[i / 4] = e4m3_word(v[i], v[i + 1], v[i + 2], v[i + 3]);
+        store_bytes<kWide>(place, y, rows, cols, words);
     }
 };
 
-struct Fp8WeightSink {
-    const uint32_t* amax;
-    float* row_scale;
-    uint8_t* y;
-    int64_t rows, cols;
+struct QuickFp8Sink {
+    Fp8Sink exact;
 
-    template <bool kWide>
-    __device__ void store(const Place& place, float (&v)[kValues], float) const {
-        // The least e with amax / 2^e <= 448 = 1.75 * 2^8.
-        const uint32_t largest = place.row < rows ? amax[place.row] : 0;
-        const int e = largest == 0 ? 0 : int(largest >> 23) - 127 - 8 + ((largest & 0x7fffffu) > 0x600000u);
-        if (place.first == 0 && place.row < rows) row_scale[place.row] = floating(uint32_t(127 + e) << 23);
-        const float inverse = floating(uint32_t(127 - e) << 23);
+    __device__ bool quick() const { return quick_scale(6.0f * *exact.input_scale); }
+    // The reciprocal of the scale, and the rotation's last factor.
+    __device__ float begin() const { return __frcp_rn(6.0f * *exact.input_scale) * 0.0625f; }
+
+    // Chunks of 16 bytes in the scratch, permuted so that eight lanes that access it together differ in
+    // banks.
+    __device__ __forceinline__ static int chunk_at(int row, int chunk) {
+        return 16 * row + (chunk ^ ((row / 2 & 1) | (row & 4)));
+    }
+
+    __device__ __forceinline__ void store(const Groups& at, float (&v)[kValues], float reciprocal) const {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) v[i] *= inverse;
-        store_e4m3<kWide>(place, y, rows, cols, v);
+        for (int e = 0; e < 4; ++e) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* q = v + 16 * e + 4 * i;
+                words[i] =
+                    e4m3_word(q[0] * reciprocal, q[1] * reciprocal, q[2] * reciprocal, q[3] * reciprocal);
+            }
+            at.scratch[chunk_at(at.row(e), at.block(e))] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        const uint32_t top = at.tile.top();
+        uint8_t* to = exact.y + int64_t(top) * exact.cols + at.tile.column * 256 + 16 * (lane % 16);
+#pragma unroll
+        for (int i = 0; i < kTileRows / 2; ++i) {
+            const int row = 2 * i + lane / 16, offset = at.row_offset(row);
+            if (top + offset < exact.rows)
+                *reinterpret_cast<uint4*>(to + offset * uint32_t(exact.cols)) =
+                    at.scratch[chunk_at(row, lane % 16)];
+        }
     }
 };
 
@@ -222,6 +335,9 @@ cudaError_t amax(const Matrix& x, float* result, cudaStream_t stream) {
 cudaError_t quantize_int8(const QuantizeInt8& job, cudaStream_t stream) {
     const bool whole = job.kind == Int8Scales::kept_scalar;
     const MatrixSource source(job.x);
+    if (in_groups(source, job.group) && job.kind == Int8Scales::own && !job.stochastic &&
+        job.x.cols <= 256 * row_warps())
+        return run_rows(source, job, stream);
     cudaError_t error =
         cudaMemsetAsync(job.amax, 0, size_t(whole ? 1 : job.x.rows) * sizeof *job.amax, stream);
     if (error != cudaSuccess) return error;
@@ -241,18 +357,10 @@ cudaError_t dequantize_int8(const int8_t* q, const float* scale, bool scalar, in
 
 cudaError_t quantize_fp8(const Matrix& x, int group, const float* input_scale, uint8_t* y, int64_t y_cols,
                          cudaStream_t stream) {
-    return run_chunks(MatrixSource(x), Fp8Sink{input_scale, y, x.rows, y_cols}, x.rows, y_cols, group,
-                      stream);
-}
-
-cudaError_t fp8_weight(const Nvfp4& w, uint32_t* amax, float* row_scale, uint8_t* y, cudaStream_t stream) {
-    const int64_t cols16 = ceil_to(w.cols, 16);
-    cudaError_t error = cudaMemsetAsync(amax, 0, size_t(w.rows) * sizeof *amax, stream);
-    if (error != cudaSuccess) return error;
-    const CodesSource source(w, nullptr);
-    error = run_chunks(source, AmaxSink{amax, w.rows, false}, w.rows, cols16, 0, stream);
-    if (error != cudaSuccess) return error;
-    return run_chunks(source, Fp8WeightSink{amax, row_scale, y, w.rows, cols16}, w.rows, cols16, 0, stream);
+    const MatrixSource source(x);
+    const Fp8Sink sink{input_scale, y, x.rows, y_cols};
+    if (in_groups(source, group)) return run_groups(source, QuickFp8Sink{sink}, stream);
+    return run_chunks(source, sink, x.rows, y_cols, group, stream);
 }
 
 }  // namespace hswq::cuda

@@ -87,9 +87,10 @@ __global__ void finish_kernel(Finish job, int64_t groups, bool fast) {
     }
 }
 
-__global__ void alpha_beta_kernel(float factor, const float* a, const float* b, float* pair) {
-    pair[0] = factor * (a ? *a : 1.0f) * (b ? *b : 1.0f);
-    pair[1] = 0.0f;
+__global__ void alpha_beta_kernel(float factor, const float* a, const float* b, int64_t count,
+                                  float* numbers) {
+    const int64_t at = thread_index();
+    if (at <= count) numbers[at] = at < count ? factor * (a ? *a : 1.0f) * (b ? *b : 1.0f) : 0.0f;
 }
 
 }  // namespace
@@ -121,8 +122,9 @@ cudaError_t finish(const Finish& job, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-cudaError_t alpha_beta(float factor, const float* a, const float* b, float* pair, cudaStream_t stream) {
-    alpha_beta_kernel<<<1, 1, 0, stream>>>(factor, a, b, pair);
+cudaError_t alpha_beta(float factor, const float* a, const float* b, int64_t count, float* numbers,
+                       cudaStream_t stream) {
+    alpha_beta_kernel<<<blocks_for(count + 1), kBlockThreads, 0, stream>>>(factor, a, b, count, numbers);
     return cudaGetLastError();
 }
 

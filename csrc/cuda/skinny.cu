@@ -1,60 +1,36 @@
 // Y [M, N] = alpha * X [M, K] W [N, K]^T + bias for few rows of X, 16-bit X and NVFP4 weights: a product that
 // is bound by reading W, once, as it is stored.
 //
-// A block takes 16 rows of W, its eight warps share out K. In a step a warp reads 128 columns: each lane 16
-// bytes (32 codes, two blocks) of two rows, decodes them in registers (value * block scale is exact in 16
-// bits) and multiplies them on the tensor cores, W being the left operand. Which columns meet in one
-// instruction is free as long as both operands agree, so a lane multiplies exactly what it has read, in
+// A block takes 16 or 32 rows of W, its eight warps share out K. In a step a warp reads 128 columns: each
+// lane 16 bytes (32 codes, two blocks) of two or four rows, decodes them in registers (value * block scale is
+// exact in 16 bits) and multiplies them on the tensor cores, W being the left operand. Which columns meet in
+// one instruction is free as long as both operands agree, so a lane multiplies exactly what it has read, in
 // order, and nothing moves between lanes. The warps' sums meet in shared memory, in a fixed order.
-#include <type_traits>
-
-#include "cuda/chunks.cuh"
+#include "cuda/pairs.cuh"
 
 namespace hswq::cuda {
 namespace {
 
 constexpr int kWarps = 8, kRows = 16, kStep = 128;
+constexpr int kRound = kWarps * kStep;  // columns of all warps together
+constexpr int kAhead = 2;               // steps whose codes are on their way
+constexpr int kManyRows = 8192;         // of W, that make enough blocks of 32
 
-// Two codes of a byte, the even column first, as 16-bit floats without their exponent's offset (2^126 for
-// bf16, 2^14 for fp16): the bits of E2M1 stand as those of a wider float's.
+// Nibble i of both halves of a word of codes as two 16-bit floats without their exponent's offset: the bits
+// of E2M1 stand as those of a wider float's. Columns 1 and 5, 0 and 4, 3 and 7, 2 and 6.
 template <class T>
-__device__ __forceinline__ uint32_t spread(uint32_t byte) {
-    constexpr int kShift = std::is_same<T, __half>::value ? 9 : 6;
-    return ((byte & 0x70u) << (kShift - 4)) | ((byte & 0x07u) << (kShift + 16)) | ((byte & 0x80u) << 8) |
-           ((byte & 0x08u) << 28);
+__device__ __forceinline__ uint32_t spread(uint32_t codes, int i) {
+    constexpr int kShift = kHalf<T> ? 3 : 6;
+    constexpr uint32_t kMagnitudes = kHalf<T> ? 0x0e000e00u : 0x01c001c0u;
+    const int up = 12 - 4 * i;  // takes the nibble to the top of its half
+    const uint32_t magnitudes = up >= kShift ? codes << (up - kShift) : codes >> (kShift - up);
+    return (magnitudes & kMagnitudes) | ((codes << up) & 0x80008000u);
 }
 
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b, __half) {
-    const __half2 y = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&y);
-}
-
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b, __nv_bfloat16) {
-    const __nv_bfloat162 y =
-        __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&y);
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t twice(float value) {
-    constexpr Dtype dtype = std::is_same<T, __half>::value ? Dtype::f16 : Dtype::bf16;
-    return narrow(value, value, dtype);
-}
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                             __half) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                             __nv_bfloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// The same columns of eight values of X.
+__device__ __forceinline__ uint32_t columns(const uint4& x, int i) {
+    const int pick = i % 2 ? 0x5410 : 0x7632;
+    return i < 2 ? __byte_perm(x.x, x.z, pick) : __byte_perm(x.y, x.w, pick);
 }
 
 // 32 codes of a row and the scales of their two blocks; zeros beyond K.
@@ -62,86 +38,107 @@ struct Piece {
     uint4 codes;
     uint32_t scales;
 
-    __device__ __forceinline__ uint32_t byte(int i) const {
-        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-        return words[i / 4] >> (8 * (i % 4));
+    __device__ __forceinline__ uint32_t word(int i) const {
+        return i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
     }
 };
 
-__device__ __forceinline__ Piece read(const Skinny& job, int64_t row, int64_t col, int64_t chunks) {
-    Piece piece{make_uint4(0, 0, 0, 0), 0};
-    if (col < job.w.cols) {
-        piece.codes = __ldcs(reinterpret_cast<const uint4*>(job.w.codes + row * (job.w.cols / 2) + col / 2));
-        piece.scales = *reinterpret_cast<const uint16_t*>(job.w.scales + scale_word(row, col / 64, chunks) +
-                                                          (col / 16) % 4);
-    }
-    return piece;
-}
+// Where a lane reads: its columns of rows g, g + 8, ... of the block, of their scales, and of row g, ... of
+// X.
+struct Reader {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    const uint8_t* x;
+    int64_t eight_rows, eight_x_rows;  // bytes
+    int columns_left;                  // of K, from this lane's on
+    bool upper_half;                   // whether rows from 16 on exist
 
-template <class T, int kTiles>
-__device__ __forceinline__ void step(const Skinny& job, const Piece (&w)[2], int64_t col,
-                                     float (&sums)[kTiles][4]) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t offset = twice<T>(std::is_same<T, __half>::value ? 0x1p14f : 0x1p126f);
-    uint32_t scale[2][2];
+    __device__ __forceinline__ Reader(const Skinny& job, int rows, int lane, int64_t first) {
+        const int64_t row = int64_t(blockIdx.x) * rows + lane / 4, col = first + 32 * (lane % 4);
+        codes = job.w.codes + row * (job.w.cols / 2) + col / 2;
+        scales = job.w.scales + scale_word(row, col / 64, (job.w.cols / 16 + 3) / 4) + (col / 16) % 4;
+        x = static_cast<const uint8_t*>(job.x.data) + (lane / 4 * job.x.stride + col) * 2;
+        eight_rows = 8 * (job.w.cols / 2);
+        eight_x_rows = 8 * job.x.stride * 2;
+        columns_left = int(job.w.cols - col);
+        upper_half = row / 16 + 1 < (job.w.rows + 15) / 16;
+    }
+
+    // `steps` rounds of all warps further on; 512 bytes of scales are 64 columns.
+    __device__ __forceinline__ Piece piece(int r, int steps) const {
+        Piece piece{make_uint4(0, 0, 0, 0), 0};
+        if (columns_left > steps * kRound && (r < 2 || upper_half)) {
+            piece.codes =
+                __ldcs(reinterpret_cast<const uint4*>(codes + r * eight_rows + steps * (kRound / 2)));
+            piece.scales = *reinterpret_cast<const uint16_t*>(scales + r * 128 + steps * (kRound / 64 * 512));
+        }
+        return piece;
+    }
+
+    __device__ __forceinline__ uint4 x_columns(int tile, int word, bool row_exists) const {
+        if (!row_exists || columns_left <= 0) return make_uint4(0, 0, 0, 0);
+        return *reinterpret_cast<const uint4*>(x + tile * eight_x_rows + 16 * word);
+    }
+
+    __device__ __forceinline__ void next() {
+        codes += kRound / 2;
+        scales += kRound / 64 * 512;
+        x += kRound * 2;
+        columns_left -= kRound;
+    }
+};
+
+// Weights are multiplied with block scale * kUp at once, not with the offset first, and the sums with the
+// rest.
+template <class T>
+constexpr float kUp = kHalf<T> ? 0x1p7f : 0x1p100f;
+
+template <class T, int kRowTiles, int kTiles>
+__device__ __forceinline__ void step(const Reader& reader, int64_t x_rows, const Piece (&w)[2 * kRowTiles],
+                                     float (&sums)[kRowTiles][kTiles][4]) {
+    constexpr bool kEarly = kTiles <= 2;  // X on its way while codes are decoded, where registers suffice
+    const int64_t row = threadIdx.x % 32 / 4;
+    uint4 x[kTiles][4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        scale[r][0] = twice<T>(e4m3_value(w[r].scales & 255u));
-        scale[r][1] = twice<T>(e4m3_value(w[r].scales >> 8));
+    for (int i = 0; i < 4 * kTiles && kEarly; ++i)
+        x[i / 4][i % 4] = reader.x_columns(i / 4, i % 4, 8 * (i / 4) + row < x_rows);
+    uint32_t scale[2 * kRowTiles][2];
+#pragma unroll
+    for (int r = 0; r < 2 * kRowTiles; ++r) {
+        scale[r][0] = twice<T>(e4m3_value(w[r].scales & 255u) * kUp<T>);
+        scale[r][1] = twice<T>(e4m3_value(w[r].scales >> 8) * kUp<T>);
     }
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // two instructions each, 8 columns a lane
-        uint32_t a[2][4];
+    for (int word = 0; word < 4; ++word) {  // two instructions each, 8 columns a lane
+        uint32_t a[kRowTiles][2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t raw = spread<T>(w[r].byte(4 * pair + 2 * i + half));
-                    a[i][2 * half + r] = times(times(raw, offset, T()), scale[r][pair / 2], T());
-                }
-            }
+            for (int r = 0; r < 2 * kRowTiles; ++r)
+                a[r / 2][i / 2][2 * (i % 2) + r % 2] =
+                    times(spread<T>(w[r].word(word), i), scale[r][word / 2], T());
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-            const int64_t m = 8 * tile + lane / 4;
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (m < job.x.rows && col < job.w.cols)
-                x = *reinterpret_cast<const uint4*>(static_cast<const T*>(job.x.data) + m * job.x.stride +
-                                                    col + 8 * pair);
-            multiply_add(sums[tile], a[0], x.x, x.y, T());
-            multiply_add(sums[tile], a[1], x.z, x.w, T());
+            if (!kEarly) x[tile][word] = reader.x_columns(tile, word, 8 * tile + row < x_rows);
+            const uint4 eight = x[tile][word];
+            const uint32_t b[4] = {columns(eight, 0), columns(eight, 1), columns(eight, 2),
+                                   columns(eight, 3)};
+#pragma unroll
+            for (int rows = 0; rows < kRowTiles; ++rows) {
+                multiply_add(sums[rows][tile], a[rows][0], b[0], b[1], T());
+                multiply_add(sums[rows][tile], a[rows][1], b[2], b[3], T());
+            }
         }
     }
 }
 
-template <class T, int kTiles>
-__global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
-    __shared__ float partial[kWarps][8 * kTiles][kRows];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t row = int64_t(blockIdx.x) * kRows + lane / 4, chunks = (job.w.cols / 16 + 3) / 4;
-    float sums[kTiles][4] = {};
-    const int64_t own = 32 * (lane % 4);
-    Piece next[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) next[r] = read(job, row + 8 * r, warp * kStep + own, chunks);
-    for (int64_t base = warp * kStep; base < job.w.cols; base += kWarps * kStep) {
-        const Piece w[2] = {next[0], next[1]};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) next[r] = read(job, row + 8 * r, base + kWarps * kStep + own, chunks);
-        step<T>(job, w, base + own, sums);
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            partial[warp][8 * tile + 2 * (lane % 4) + i % 2][lane / 4 + 8 * (i / 2)] = sums[tile][i];
-    }
-    __syncthreads();
-    const float alpha = *job.first_scale * (job.second_scale ? *job.second_scale : 1.0f);
+// The warps' sums of 16 rows of W, in shared memory, added up in a fixed order and finished.
+template <int kTiles>
+__device__ __forceinline__ void finish_rows(const Skinny& job, int64_t first, float alpha,
+                                            const float (&partial)[kWarps][8 * kTiles][kRows]) {
     for (int at = threadIdx.x; at < 8 * kTiles * kRows; at += 32 * kWarps) {
-        const int64_t m = at / kRows, n = int64_t(blockIdx.x) * kRows + at % kRows;
+        const int64_t m = at / kRows, n = first + at % kRows;
         if (m >= job.y.rows || n >= job.y.cols) continue;
         float sum = 0.0f;
 #pragma unroll
@@ -156,20 +153,62 @@ __global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
     }
 }
 
+template <class T, int kRowTiles, int kTiles>
+__global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
+    __shared__ float partial[kWarps][8 * kTiles][kRows];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sums[kRowTiles][kTiles][4] = {};
+    Reader reader(job, kRowTiles * kRows, lane, warp * kStep);
+    Piece next[kAhead][2 * kRowTiles];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2 * kRowTiles; ++r) next[i][r] = reader.piece(r, i);
+    }
+    for (int base = warp * kStep; base < job.w.cols; base += kRound, reader.next()) {
+        Piece w[2 * kRowTiles];
+#pragma unroll
+        for (int r = 0; r < 2 * kRowTiles; ++r) {
+            w[r] = next[0][r];
+#pragma unroll
+            for (int i = 0; i + 1 < kAhead; ++i) next[i][r] = next[i + 1][r];
+            next[kAhead - 1][r] = reader.piece(r, kAhead);
+        }
+        step<T>(reader, job.x.rows, w, sums);
+    }
+    const float alpha =
+        *job.first_scale * (job.second_scale ? *job.second_scale : 1.0f) * (kCodeOffset<T> / kUp<T>);
+#pragma unroll
+    for (int rows = 0; rows < kRowTiles; ++rows) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                partial[warp][8 * tile + 2 * (lane % 4) + i % 2][lane / 4 + 8 * (i / 2)] =
+                    sums[rows][tile][i];
+        }
+        __syncthreads();
+        finish_rows<kTiles>(job, (int64_t(blockIdx.x) * kRowTiles + rows) * kRows, alpha, partial);
+        if (rows + 1 < kRowTiles) __syncthreads();
+    }
+}
+
+// More rows of W a block read X less often, from the second-level cache; fewer leave no processor idle.
+template <class T, int kRowTiles, int kTiles>
+cudaError_t launch_tiles(const Skinny& job, cudaStream_t stream) {
+    const auto blocks = unsigned((job.w.rows + kRowTiles * kRows - 1) / (kRowTiles * kRows));
+    skinny_kernel<T, kRowTiles, kTiles><<<blocks, 32 * kWarps, 0, stream>>>(job);
+    return cudaGetLastError();
+}
+
 template <class T>
 cudaError_t launch(const Skinny& job, cudaStream_t stream) {
-    const unsigned blocks = unsigned((job.w.rows + kRows - 1) / kRows);
-    constexpr int kThreadsHere = 32 * kWarps;
-    if (job.x.rows <= 8) {
-        skinny_kernel<T, 1><<<blocks, kThreadsHere, 0, stream>>>(job);
-    } else if (job.x.rows <= 16) {
-        skinny_kernel<T, 2><<<blocks, kThreadsHere, 0, stream>>>(job);
-    } else if (job.x.rows <= 32) {
-        skinny_kernel<T, 4><<<blocks, kThreadsHere, 0, stream>>>(job);
-    } else {
-        skinny_kernel<T, 8><<<blocks, kThreadsHere, 0, stream>>>(job);
-    }
-    return cudaGetLastError();
+    if (job.x.rows <= 8) return launch_tiles<T, 1, 1>(job, stream);
+    if (job.x.rows <= 16)
+        return job.w.rows < kManyRows ? launch_tiles<T, 1, 2>(job, stream)
+                                      : launch_tiles<T, 2, 2>(job, stream);
+    if (job.x.rows <= 32) return launch_tiles<T, 2, 4>(job, stream);
+    return launch_tiles<T, 2, 8>(job, stream);
 }
 
 }  // namespace

@@ -6,7 +6,15 @@ from hswq_lab.formats.block_scales import METHODS, Method
 from hswq_lab.formats.e2m1 import decode_e2m1, encode_e2m1, pack_nibbles, swap_nibbles, unpack_nibbles
 from hswq_lab.formats.e4m3 import decode_e4m3, encode_e4m3
 from hswq_lab.formats.fp8 import dequantize_fp8, fp8_scale, quantize_fp8, requantize_fp8
-from hswq_lab.formats.gemm import fp4_gemm, fp8_weight, linear_int8, linear_w4a4, linear_w4a8, linear_w4a16
+from hswq_lab.formats.gemm import (
+    fp4_gemm,
+    fp8_weight,
+    linear_fp8,
+    linear_int8,
+    linear_w4a4,
+    linear_w4a8,
+    linear_w4a16,
+)
 from hswq_lab.formats.int8 import dequantize_int8, quantize_int8, requantize_int8
 from hswq_lab.formats.mxfp8 import dequantize_mxfp8, quantize_mxfp8, requantize_mxfp8
 from hswq_lab.formats.nvfp4 import (
@@ -46,6 +54,7 @@ __all__ = [
     "fp8_weight",
     "group_for",
     "hadamard",
+    "linear_fp8",
     "linear_int8",
     "linear_w4a4",
     "linear_w4a8",

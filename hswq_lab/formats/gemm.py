@@ -156,11 +156,29 @@ def linear_w4a8(
     rounding to x's dtype. Zeros stay zeros even where input_scale is 0. Arguments, result and errors as of
     `linear_w4a4`.
     """
+    w8, row_scale = fp8_weight(w_codes, w_scales, (n, x.shape[-1]))
+    return linear_fp8(x, w8, row_scale, w_scale, input_scale, group, bias)
+
+
+def linear_fp8(
+    x: Tensor,
+    w8: Tensor,
+    row_scale: Tensor,
+    w_scale: Tensor,
+    input_scale: Tensor,
+    group: int | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`linear_w4a8` of a weight that `fp8_weight` has converted: w8 [n, K] (E4M3 or bytes), row_scale fp32 [n, 1]."""
     s8 = 6.0 * input_scale.float()
     rotated = rotate_fp32(x, group)
     x8 = encode_e4m3(torch.where(rotated == 0, rotated, rotated / s8)).float()
-    w8, row_scale = fp8_weight(w_codes, w_scales, (n, x.shape[-1]))
-    return _scaled(x8 @ w8.float().T, (s8 * w_scale.float()) * row_scale.flatten(), bias, x.dtype)
+    return _scaled(
+        x8 @ w8.view(torch.float8_e4m3fn).float().T,
+        (s8 * w_scale.float()) * row_scale.flatten(),
+        bias,
+        x.dtype,
+    )
 
 
 def fp8_weight(w_codes: Tensor, w_scales: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
