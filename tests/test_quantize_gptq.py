@@ -11,7 +11,7 @@ from hswq_lab import ops, packing
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import decode_e2m1, decode_e4m3, rotate_fp32
 from hswq_lab.model import Model
-from hswq_lab.quantize import LayerMoments, Moments, Plan, calibrate, gather_moments, pack
+from hswq_lab.quantize import LayerMoments, Moments, Plan, calibrate, gather_bases, gather_moments, pack
 from hswq_lab.quantize.gptq import STRENGTHS, _round_columns, best_weight, choose_strength, gptq_weight
 
 K, N, GROUP = 64, 48, 16
@@ -138,10 +138,12 @@ def test_a_weight_of_zeros():
     assert not packing.dequantize(packed).any()
 
 
-def test_gathered_moments_are_sums_over_what_the_layer_sees(tiny_model):
+@pytest.mark.parametrize(("rank", "method"), [(0, "rtn"), (5, "sweep")])
+def test_gathered_moments_are_sums_over_what_the_layer_sees(tiny_model, rank, method):
     layer = "layers.1.feed_forward.w2"
     run = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 2}
-    moments = gather_moments(tiny_model, {layer: 64}, **run)[layer]
+    bases = {layer: gather_bases(tiny_model, **run)[layer][:rank]} if rank else {}
+    moments = gather_moments(tiny_model, {layer: 64}, **run, bases=bases, activation_scales=method)[layer]
     seen = []
     copy = tiny_model.on("cpu")
     hook = copy.linears()[layer].register_forward_pre_hook(
@@ -153,11 +155,16 @@ def test_gathered_moments_are_sums_over_what_the_layer_sees(tiny_model):
     hook.remove()
     assert moments.folds[0].rows == sum(map(len, seen[:even]))
     assert moments.folds[1].rows == sum(map(len, seen[even:]))
-    x = rotate_fp32(torch.cat(seen[:even]), 64)
+    x = torch.cat(seen[:even])
+    inside = x @ bases[layer].float().T @ bases[layer].float() / 128 if rank else torch.zeros_like(x)
+    x, inside, rest = (rotate_fp32(each, 64) for each in (x, inside, x - inside))
     scale = torch.tensor(moments.input_scale)
-    rounded = ops.dequantize_nvfp4(*ops.quantize_nvfp4(x, scale), scale, tuple(x.shape), torch.float32)
-    assert torch.allclose(moments.folds[0].gram, rounded.T @ rounded, rtol=1e-4, atol=1e-3)
-    assert torch.allclose(moments.folds[0].cross, x.T @ rounded, rtol=1e-4, atol=1e-3)
+    codes = ops.quantize_nvfp4(rest, scale, method)
+    rounded = inside + ops.dequantize_nvfp4(*codes, scale, tuple(x.shape), torch.float32)
+    length = x.norm(dim=1, keepdim=True)
+    x, rounded = x / length, rounded / length
+    assert torch.allclose(moments.folds[0].gram, rounded.T @ rounded, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(moments.folds[0].cross, x.T @ rounded, rtol=1e-3, atol=1e-3)
 
 
 def test_pack_by_gptq_gathers_its_own_moments(tiny_checkpoint, tiny_companion):

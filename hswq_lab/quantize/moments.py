@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from hswq_lab.formats import Method
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
     from hswq_lab.trajectory.compare import Prompt
@@ -27,7 +28,10 @@ FOLDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums over rows x (rotated, fp32) and x̂ (what NVFP4 makes of them).
+    """Sums over rows x (rotated, fp32, of length 1) and x̂ (what the layer makes of them, as many times shorter).
+
+    Rows of length 1: what a token's error does is in proportion to the token's own length. Without this a few
+    caption tokens, far longer than all others, would have the weights to themselves.
 
     Attributes:
         gram: Σ x̂ᵀx̂, fp32 [K, K].
@@ -63,8 +67,18 @@ class LayerMoments:
 class _MomentSums:
     """A watcher that sums up moments into the current fold."""
 
-    def __init__(self, group: int | None, k: int, input_scale: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: int | None,
+        k: int,
+        input_scale: float,
+        basis: Tensor | None,
+        method: Method,
+        device: torch.device,
+    ) -> None:
         self.group = group
+        self._basis = None if basis is None else basis.to(device, torch.float32)
+        self._method = method
         self.scale = torch.tensor(input_scale, device=device)
         self.fold = 0
         self._gram = torch.zeros((FOLDS, k, k), device=device)
@@ -74,10 +88,17 @@ class _MomentSums:
     def add(self, x: Tensor) -> None:
         """Takes in x [..., K], unrotated."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        rotated = ops.rotate(rows, self.group)
-        codes, scales = ops.rotate_quantize_nvfp4(rows, self.scale, self.group)
+        inside = torch.zeros_like(rows)
+        if self._basis is not None:
+            inside = rows @ self._basis.T @ self._basis / rows.shape[1]
+        codes, scales, _ = ops.rotate_quantize_nvfp4_counted(
+            rows - inside, self.scale, self.group, self._method
+        )
         shape = (rows.shape[0], rows.shape[1])
         quantised = ops.dequantize_nvfp4(codes, scales, self.scale, shape, torch.float32)
+        quantised += ops.rotate(inside, self.group)
+        length = rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        quantised, rotated = quantised / length, ops.rotate(rows, self.group) / length
         self._gram[self.fold] += quantised.T @ quantised
         self._cross[self.fold] += rotated.T @ quantised
         self._rows[self.fold] += len(rows)
@@ -94,6 +115,8 @@ def gather_moments(
     prompts: Prompt | Sequence[Prompt] | None = None,
     seeds: Sequence[int] | None = None,
     *,
+    bases: Mapping[str, Tensor] | None = None,
+    activation_scales: Method = "rtn",
     steps: int = 12,
     cfg: float = 2.5,
     progress: Progress | None = None,
@@ -110,6 +133,8 @@ def gather_moments(
             different, the
             better: what is fitted to few captions is worse on all others.
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
+        bases: layer → the input basis that it will have, at its rank, from `gather_bases`.
+        activation_scales: how block scales of the activations will be found.
         steps: Euler steps.
         cfg: guidance scale.
         progress: told after every step.
@@ -129,7 +154,14 @@ def gather_moments(
     copy = model.on(model.device)
     linears = copy.linears()
     sums = {
-        row.layer: _MomentSums(row.group, linears[row.layer].in_features, row.needed, copy.device)
+        row.layer: _MomentSums(
+            row.group,
+            linears[row.layer].in_features,
+            row.needed,
+            (bases or {}).get(row.layer),
+            activation_scales,
+            copy.device,
+        )
         for row in report.rows
         if row.needed is not None
     }

@@ -72,7 +72,7 @@ def pack(
         HswqError: a layer is packed already, LoRAs are attached, or the plan or the activations do not fit
             the model.
     """
-    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, progress)
+    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, activation_scales, progress)
     items = pack_items(
         model.checkpoint,
         formats,
@@ -122,7 +122,7 @@ def pack_to_file(
     Raises:
         HswqError: as for `pack`, or the file cannot be written; nothing is left behind then.
     """
-    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, progress)
+    formats, moments, bases, tell = _prepare(model, plan, scales, moments, bases, activation_scales, progress)
     source = model.checkpoint
     items = pack_items(
         source,
@@ -144,6 +144,7 @@ def _prepare(
     scales: Scales,
     moments: Mapping[str, LayerMoments] | None,
     bases: Mapping[str, Tensor] | None,
+    activation_scales: Method,
     progress: Progress | None,
 ) -> tuple[dict[str, LayerFormat], Mapping[str, LayerMoments] | None, Mapping[str, Tensor] | None, Progress]:
     """What becomes of each layer; moments and bases if they are needed; the progress of what is left."""
@@ -158,13 +159,19 @@ def _prepare(
         )
     formats = plan.for_layers(model.layers())
     tell = progress or silent
+    ranked = {layer: wanted.rank for layer, wanted in formats.items() if wanted.rank}
+    if ranked and bases is None:
+        bases = gather_bases(model, layers=ranked, progress=part(tell, 0, 30, 100))
+        tell = part(tell, 30, 100, 100)
     if scales == "gptq" and moments is None:
         groups = {layer: wanted.group for layer, wanted in formats.items() if wanted.format == "nvfp4"}
-        moments = gather_moments(model, groups, progress=part(tell, 0, 90, 100))
-        tell = part(tell, 90, 100, 100)
-    ranked = [layer for layer, wanted in formats.items() if wanted.rank]
-    if ranked and bases is None:
-        bases = gather_bases(model, layers=ranked, progress=part(tell, 0, 90, 100))
+        moments = gather_moments(
+            model,
+            groups,
+            bases={layer: _basis(bases, layer, rank) for layer, rank in ranked.items()},
+            activation_scales=activation_scales,
+            progress=part(tell, 0, 90, 100),
+        )
         tell = part(tell, 90, 100, 100)
     return formats, moments, bases, tell
 
