@@ -348,6 +348,12 @@ def test_methods_that_add_no_constant_are_refused_by_name(ending, method):
 def test_a_checkpoint_is_no_lora():
     with pytest.raises(HswqError, match="not a LoRA file"):
         lora_from_tensors({"layers.0.attention.qkv.weight": torch.ones(3, 3)})
+    packed = {
+        "layers.0.attention.qkv.weight": torch.ones(3, 3, dtype=torch.int8),
+        "layers.0.attention.qkv.weight_scale": torch.ones(3, 1),
+    }
+    with pytest.raises(HswqError, match=r"not a LoRA file.*hl\.load"):
+        lora_from_tensors(packed)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ _SPREAD = 4.0  # effective scales that differ by this factor, or exceed it, are 
 def refuse_unusable(raw: RawLora) -> None:
     """Raises for a file that is no LoRA, is for another model, or uses a method that is no additive delta."""
     keys = list(raw.tensors)
+    if not keys:
+        raise HswqError("the file holds no tensors", file=raw.path, expected="LoRA factors")
     for key in keys:
         method = refused_method(key)
         if method is not None:
@@ -49,6 +51,7 @@ def refuse_unusable(raw: RawLora) -> None:
             file=raw.path,
             found=", ".join(keys[:3]) + (", …" if len(keys) > 3 else ""),
             expected="keys such as ….lora_A.weight, ….lora_down.weight, ….lokr_w1, ….diff",
+            fix="open a model with hl.load; for a LoRA in another form, convert it first",
         )
 
 

@@ -18,7 +18,7 @@ from hswq_lab.lora.matching import Match, match_entries, refuse_mismatches, unpl
 from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank, peft_settings
-from hswq_lab.lora.source import RawLora, raw_from_tensors, read_raw
+from hswq_lab.lora.source import RawLora, check_values, raw_from_tensors, read_raw
 from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, layers_of, weight_of
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
     if full_lokr_scale not in get_args(FullLokrScale):
         raise HswqError("unknown full_lokr_scale", found=repr(full_lokr_scale), expected="one or alpha/dim")
     refuse_unusable(raw)
+    check_values(raw.tensors, raw.path)
     peft = peft_settings(raw.metadata, raw.adapter_config)
     builder = EntryBuilder(raw.tensors, raw.path, peft, metadata_rank(raw.metadata, peft), full_lokr_scale)
     entries = tuple(

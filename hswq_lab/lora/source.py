@@ -1,4 +1,4 @@
-"""The tensors and metadata of a LoRA file, read on demand and checked to be finite numbers."""
+"""The tensors and metadata of a LoRA file, read on demand, and the check that they are finite numbers."""
 
 from __future__ import annotations
 
@@ -97,13 +97,12 @@ def read_raw(path: Path) -> RawLora:
     """Opens a LoRA file, or a folder in PEFT's layout.
 
     Raises:
-        HswqError: no such file, no safetensors, an integer tensor, a NaN or an infinity in it.
+        HswqError: no such file, no safetensors, or settings beside it that cannot be read.
     """
     if path.is_dir():
         path = path / ADAPTER_WEIGHTS
     source = FileSource(path)
     tensors = StoredTensors(source)
-    check_values(tensors, path)
     config, warnings = _adapter_config(path)
     name = path.parent.name if path.name == ADAPTER_WEIGHTS else path.stem
     return RawLora(path, name, source.sha256(), tensors, dict(source.header.metadata), config, warnings)
@@ -112,7 +111,6 @@ def read_raw(path: Path) -> RawLora:
 def raw_from_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], name: str) -> RawLora:
     """The same from tensors in memory."""
     held = HeldTensors(tensors)
-    check_values(held, None)
     digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
     for key in sorted(held):
         value = held[key].contiguous()
@@ -123,8 +121,6 @@ def raw_from_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
 
 def check_values(tensors: StoredTensors | HeldTensors, path: Path | None) -> None:
     """Refuses an integer tensor, an empty one, a NaN or an infinity; reads one tensor at a time."""
-    if not len(tensors):
-        raise HswqError("the file holds no tensors", file=path, expected="LoRA factors")
     for key in tensors:
         if tensors.dtype(key) not in FLOATS:
             raise HswqError(
