@@ -37,10 +37,18 @@ from hswq_lab import ops
 from hswq_lab.bench.machine import describe
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "ceilings": files.ceilings, "checkpoint": files.checkpoint, "pack": files.pack, "load": files.load,
-    "calibrate": files.calibrate, "step": steps.step, "lora": steps.lora, "compare": steps.compare,
-    "peers": steps.peers, "graphs": steps.graphs, "compiled": steps.compiled,
-}  # fmt: skip
+    "ceilings": files.ceilings,
+    "checkpoint": files.checkpoint,
+    "pack": files.pack,
+    "load": files.load,
+    "calibrate": files.calibrate,
+    "step": steps.step,
+    "peers": steps.peers,
+    "graphs": steps.graphs,
+    "lora": steps.lora,
+    "compare": steps.compare,
+    "compiled": steps.compiled,
+}
 
 
 def run(bench: Bench, skip: list[str]) -> None:
@@ -70,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where 30 GB fit")
     parser.add_argument("--toy", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", help="default: cuda; at toy size cpu")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no section after this time")
     parser.add_argument("--skip", nargs="+", default=[], choices=SECTIONS, help="leave these sections out")
     parser.add_argument("--out", type=Path)
@@ -79,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.readme:
         write_table(args.out or RESULTS / "full_size_nvidia_h200.json")
         return 0
-    device = torch.device("cpu" if args.toy else args.device)
+    device = torch.device(args.device or ("cpu" if args.toy else "cuda"))
     card = "toy" if args.toy else torch.cuda.get_device_name()
     out = args.out or RESULTS / f"full_size_{re.sub(r'[^a-z0-9]+', '_', card.lower())}.json"
     if args.toy:

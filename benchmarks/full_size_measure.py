@@ -83,10 +83,10 @@ def spent(device: torch.device) -> Iterator[Spent]:
 
 
 def _own_bytes() -> int:
-    """RssAnon + RssShmem of this process: what it allocated, without pages of files (Linux; 0 elsewhere)."""
+    """RssAnon of this process: what it allocated, without pages of files (Linux; 0 elsewhere)."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
-    sizes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
     return 1024 * sum(sizes)
 
 
