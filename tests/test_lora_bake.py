@@ -235,11 +235,14 @@ def test_a_fused_qkv_is_requantised_once_for_its_three_deltas(monkeypatch):
 def test_calibration_survives_a_bake_and_is_noted():
     w = _source()
     pack = pack_weight(w, "nvfp4", 256).with_input_scale(torch.tensor(0.01))
+    pack = replace(pack, basis=torch.ones(1, K).to(torch.float8_e4m3fn), activation_scales="sweep")
     for baked, evidence in (
         bake_in_place(pack, [(_delta(0.02, w), 1.0)], NAME),
         bake_from_source(w, pack, [(_delta(0.02, w), 1.0)], NAME, "sweep"),
     ):
         assert torch.equal(baked.input_scale, pack.input_scale)
+        assert torch.equal(baked.basis.float(), pack.basis.float())
+        assert baked.activation_scales == "sweep"
         assert "input_scale of 1 touched layers" in BakeReport([evidence]).notes[0]
 
 
