@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the sections, or writes the table; 1 if a section failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where 30 GB fit")
-    parser.add_argument("--toy", action="store_true", help="toy size, on a CPU")
+    parser.add_argument("--toy", action="store_true", help="toy size")
     parser.add_argument("--device", help="default: cuda; at toy size cpu")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no section after this time")
     parser.add_argument("--skip", nargs="+", default=[], choices=SECTIONS, help="leave these sections out")
