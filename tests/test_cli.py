@@ -308,6 +308,37 @@ def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_fil
     assert main(["compare", model_file, model_file, "--seeds", "1", "--steps", "1"]) == 0
 
 
+def test_ranks_and_activation_scales(model_file, tmp_path, capsys):
+    impact, out = tmp_path / "impact.json", tmp_path / "pack.safetensors"
+    measure = ["sensitivity", model_file, "--layers", "x_embedder", "--steps", "1", "--seeds", "1"]
+    chosen = ["--activation-scales", "four_six"]
+    assert main([*measure, *chosen, "--formats", "nvfp4", "nvfp4+r2", "--json", str(impact)]) == 0
+    content = json.loads(impact.read_text())
+    assert [row["format"] for row in content["rows"]] == ["nvfp4", "nvfp4+r2"]
+    assert content["activation_scales"] == "four_six"
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"x_embedder": "nvfp4+r2"}))
+    assert main(["pack", model_file, "-o", str(out), "--plan", str(plan), *chosen]) == 0
+    assert main(["inspect", str(out)]) == 0
+    assert "input basis of rank 2, activations by four_six" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "pack",
+                model_file,
+                "-o",
+                str(tmp_path / "x.safetensors"),
+                "--plan",
+                str(plan),
+                "--activation-scales",
+                "best",
+            ]
+        )
+        == 2
+    )
+    assert "rtn, four_six, sweep" in capsys.readouterr().err
+
+
 def test_seeds_are_a_number_of_the_twenty_or_a_list(model_file, tmp_path, capsys):
     report = tmp_path / "report.json"
     for given, expected in (("2", list(hl.SEEDS_20[:2])), ("7,", [7]), ("7,43", [7, 43])):

@@ -154,6 +154,14 @@ def _sensitivity(verbs: _Verbs) -> None:
     parser.add_argument("--steps", type=int, default=4, help="Euler steps (default 4)")
     parser.add_argument("--seeds", type=int, default=4, metavar="N", help="prompts and seeds (default 4)")
     parser.add_argument("--scales", default="sweep", help="rtn, four_six or sweep (default)")
+    _activation_scales(parser)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=["nvfp4"],
+        metavar="FORMAT",
+        help="to measure, e.g. nvfp4 nvfp4+r16 int8 (default nvfp4)",
+    )
     parser.add_argument("--layers", nargs="+", metavar="GLOB", help="only these layers")
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="JSON to continue from and to keep up to date"
@@ -183,7 +191,17 @@ def _pack(verbs: _Verbs) -> None:
     goal.add_argument("--final-cos", type=float, help="with --impact: smallest plan predicted to reach this")
     parser.add_argument("--keep", nargs="+", default=[], metavar="GLOB=FORMAT", help="pins that win over all")
     parser.add_argument("--scales", default="sweep", help="rtn, four_six or sweep (default)")
+    _activation_scales(parser)
+    _prompting(parser)  # input bases come from running the model
     _computing(parser)
+
+
+def _activation_scales(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--activation-scales",
+        default="rtn",
+        help="how W4A4 finds block scales of activations: rtn (default), four_six or sweep",
+    )
 
 
 def _calibrate(verbs: _Verbs) -> None:

@@ -31,7 +31,9 @@ def sensitivity(args: argparse.Namespace) -> int:
             model,
             prompts=model.prompts[: args.seeds],
             steps=args.steps,
+            formats=args.formats,
             scales=args.scales,
+            activation_scales=args.activation_scales,
             layers=args.layers,
             resume=args.resume,
             executor=executor,
@@ -50,7 +52,13 @@ def pack(args: argparse.Namespace) -> int:
     model = load(args.model, args)
     with bar("packing") as progress:
         written = pack_to_file(
-            model, args.out, plan, args.scales, max_shard_bytes=args.shard_bytes, progress=progress
+            model,
+            args.out,
+            plan,
+            args.scales,
+            activation_scales=args.activation_scales,
+            max_shard_bytes=args.shard_bytes,
+            progress=progress,
         )
     report = model.with_checkpoint(Checkpoint.open(written), written.name).report()
     say(report)
