@@ -446,3 +446,17 @@ def test_bake_asks_whether_it_can_write_before_any_work(pack_file, lora_file, tm
     ]:
         assert main([*bake, str(out)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["check", "{pack}"], ["diff", "{pack}", "{pack}"], ["inspect", "{pack}"]])
+def test_every_verb_that_computes_takes_threads_and_one_is_the_default(verb, pack_file, monkeypatch, capsys):
+    """Small tensors on several threads wait for each other: a check of a toy took six times as long."""
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    arguments = [word.format(pack=pack_file) for word in verb]
+    assert main(arguments) == 0
+    assert main([*arguments, "--threads", "3"]) == 0
+    assert seen == [1, 3]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--threads", "0"])
+    assert "from 1 on" in capsys.readouterr().err

@@ -31,43 +31,60 @@ inline void four_products_of_block(const TileSquare& s, int block, uint8_t* out)
     multiply_tiles<Bf16>({half, kTile, s.x, s.x_next}, 1, out, 2 * kTile, true);
 }
 
-// acc[16 x 16] += product
-inline void accumulate(const uint8_t* product, double* acc) {
-    for (int r = 0; r < kTileRows; ++r, acc += 16) {
-        const float* const p = reinterpret_cast<const float*>(product) + 16 * r;
-        _mm512_store_pd(acc, _mm512_add_pd(_mm512_load_pd(acc), _mm512_cvtps_pd(_mm256_load_ps(p))));
-        _mm512_store_pd(acc + 8,
-                        _mm512_add_pd(_mm512_load_pd(acc + 8), _mm512_cvtps_pd(_mm256_load_ps(p + 8))));
+constexpr int kProducts = 4 * kTile;  // the four products of a square
+
+// acc[16 x 16] += the sum of `count` products, kProducts bytes apart.
+template <int count>
+inline void accumulate(const uint8_t* products, double* acc) {
+    for (int half = 0; half < 2 * kTileRows; ++half, products += 32, acc += 8) {
+        __m512d sum = _mm512_setzero_pd();
+        for (int i = 0; i < count; ++i) {
+            const float* const p = reinterpret_cast<const float*>(products + i * kProducts);
+            const __m512d wide = _mm512_cvtps_pd(_mm256_load_ps(p));
+            sum = i == 0 ? wide : _mm512_add_pd(sum, wide);
+        }
+        _mm512_store_pd(acc, _mm512_add_pd(_mm512_load_pd(acc), sum));
     }
 }
 
 struct Accumulators {
     double* quarter[4];
 
+    template <int count>
     void add(const uint8_t* products) const {
         settle_memory();
-        for (int i = 0; i < 4; ++i) accumulate(products + i * kTile, quarter[i]);
+        for (int i = 0; i < 4; ++i) accumulate<count>(products + i * kTile, quarter[i]);
     }
 };
 
-// Adds range `i` of a level: as a whole if `exact(level, i)` says so, else its halves one after the other.
+// Adds range `i` of a level: as a whole if `exact(level, i)` says so, else its halves one after the other
+// (both in one pass over the accumulators where both are exact, so that the order makes no difference).
 template <class Exact>
 void add_range(const TileSquare& s, int level, int64_t i, int64_t chunks, const Exact& exact,
                const Accumulators& acc) {
-    alignas(64) uint8_t products[4 * kTile];
-    const int64_t first = i << level, left = chunks - first;
+    alignas(64) uint8_t products[2 * kProducts];
+    const int64_t first = i << level, half = level > 0 ? 1 << (level - 1) : 0, left = chunks - first;
     if (left <= 0) return;
-    const TileSquare here{s.w + first * kTile, s.w_next, s.x + first * kTile, s.x_next};
+    const auto multiply = [&](int64_t skipped, int64_t most, uint8_t* out) {
+        const int64_t at = (first + skipped) * kTile;
+        multiply_tiles<Bf16>({s.w + at, s.w_next, s.x + at, s.x_next},
+                             left - skipped < most ? left - skipped : most, out, 2 * kTile, true);
+    };
     if (exact(level, i)) {
-        multiply_tiles<Bf16>(here, left < (1 << level) ? left : 1 << level, products, 2 * kTile, true);
-        acc.add(products);
+        multiply(0, 1 << level, products);
+        acc.template add<1>(products);
+    } else if (level > 0 && left > half && exact(level - 1, 2 * i) && exact(level - 1, 2 * i + 1)) {
+        multiply(0, half, products);
+        multiply(half, half, products + kProducts);
+        acc.template add<2>(products);
     } else if (level > 0) {
         add_range(s, level - 1, 2 * i, chunks, exact, acc);
         add_range(s, level - 1, 2 * i + 1, chunks, exact, acc);
     } else {
         for (int block = 0; block < 2; ++block) {
-            four_products_of_block(here, block, products);
-            acc.add(products);
+            const int64_t at = first * kTile;
+            four_products_of_block({s.w + at, s.w_next, s.x + at, s.x_next}, block, products);
+            acc.template add<1>(products);
         }
     }
 }

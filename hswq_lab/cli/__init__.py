@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     remove_temporary_leftovers()
     try:
         # The verbs need torch, which takes seconds to import: --help and a typing error do not wait for it.
-        code: int = getattr(import_module(f"hswq_lab.cli.{args.module}"), args.function)(args)
+        verb = getattr(import_module(f"hswq_lab.cli.{args.module}"), args.function)
+        if "threads" in args:
+            import_module("torch").set_num_threads(args.threads)
+        code: int = verb(args)
         sys.stdout.flush()
     except (KeyboardInterrupt, Cancelled):
         sys.stderr.write("\nhswq-lab: stopped; nothing half-done is left behind\n")

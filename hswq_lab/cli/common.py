@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-import torch
-
 from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.errors import HswqError
@@ -58,8 +56,7 @@ def workers(count: int, device: str = "cpu") -> AbstractContextManager[Executor 
 
 
 def load(path: str, args: argparse.Namespace) -> Model:
-    """Loads a model in the mode that the environment asks for, with --threads and --device."""
-    torch.set_num_threads(args.threads)
+    """Loads a model in the mode that the environment asks for, with --device."""
     if getattr(args, "captions", None) is None and getattr(args, "vae", None) is None:
         return open_model(path, args.device)
     return open_model(path, args.device, args.captions, tuple(args.size), args.vae)
@@ -85,8 +82,6 @@ def check_target(args: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise HswqError("the target's folder does not exist", file=out, fix=f"create {out.parent}")
     if getattr(args, "shard_bytes", None) is not None:
-        if args.shard_bytes < 1:
-            raise HswqError("impossible size of a part", found=args.shard_bytes, expected="at least 1 byte")
         out = out.with_name(out.stem + INDEX_SUFFIX)
     if out.is_dir():
         raise HswqError("the target is a folder", file=out, fix="add a file's name")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def embed(args: argparse.Namespace) -> int:
     """Encodes prompts and writes their features."""
     check_target(args)
-    torch.set_num_threads(args.threads)
     prompts = [*args.prompt, *([] if args.prompts is None else _lines(args.prompts))]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with bar("encoding") as progress:

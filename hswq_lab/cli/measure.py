@@ -85,7 +85,6 @@ def bench(args: argparse.Namespace) -> int:
             pictures = hl.bench_model(models, steps=args.steps, repeats=args.repeats or 3, progress=progress)
         say(pictures)
         return finish(args, pictures)
-    torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shapes = [tuple(shape) for shape in args.shape] if args.shape else None
     with bar("benchmark") as progress:

@@ -72,7 +72,10 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 def _shards(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shard-bytes", type=int, metavar="N", help="split OUT into parts of about N bytes, with an index"
+        "--shard-bytes",
+        type=_positive,
+        metavar="N",
+        help="split OUT into parts of about N bytes, with an index",
     )
 
 
@@ -82,9 +85,21 @@ def _strengths(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=_positive, default=1, metavar="N", help="torch's CPU threads (default 1)"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number from 1 on is wanted, not {text}")
+    return int(text)
+
+
 def _computing(parser: argparse.ArgumentParser, *, workers: bool = False) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch's CPU threads (default 1)")
+    _threads(parser)
     if workers:
         parser.add_argument(
             "--workers", type=int, default=0, metavar="N", help="worker processes (default: only this one)"
@@ -120,6 +135,7 @@ def _files(verbs: _Verbs) -> None:
     )
     check.add_argument("file", help="a checkpoint")
     check.add_argument("--source", help="its 16-bit source, to compare the weights with")
+    _threads(check)
     convert = verbs.add(
         "convert",
         "files",
@@ -141,6 +157,7 @@ def _files(verbs: _Verbs) -> None:
     )
     diff.add_argument("a", help="a checkpoint")
     diff.add_argument("b", help="another one")
+    _threads(diff)
 
 
 def _sensitivity(verbs: _Verbs) -> None:
