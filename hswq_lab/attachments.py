@@ -324,7 +324,7 @@ class Attachments(Sequence[Attachment]):
         found: dict[str, tuple[Branch, float]] = {}
         for item, deltas in zip(self._items, self._deltas, strict=True):
             if item.how == "branch" and layer in deltas:
-                delta = deltas[layer]
+                delta = deltas[layer].to(device)
                 branch = delta.branch(self._norms(layer, delta, device))
                 if branch is not None:
                     found[item.lora.sha256] = (branch, item.strength)

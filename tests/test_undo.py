@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import hswq_lab as hl
-from hswq_lab import attachments
+from hswq_lab import attachments, ops
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.loading import SEEDS_KEY
@@ -283,3 +283,16 @@ def test_a_weight_is_baked_once_for_evidence_network_and_file(
     pack.unload()
     assert pack.linears()[LAYER].weight.same_bits(written)
     assert calls == [LAYER, LAYER]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ops.backends()["cuda"].usable, reason="no usable card")
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_on_a_card_every_way_arrives_as_on_the_cpu(pack_file, how) -> None:
+    more = {f"diffusion_model.{LAYER}.lora_magnitude_vector": torch.ones(128)}
+    for lora in (make_lora(), make_lora(**more)):
+        here, there = hl.load(pack_file, device="cpu"), hl.load(pack_file, device="cuda")
+        reports = [model.attach(lora, 0.8, how) for model in (here, there)]
+        assert reports[0].verdict == reports[1].verdict == "OK"
+        assert reports[0].rows[0].retained == pytest.approx(reports[1].rows[0].retained, abs=1e-4)
+        assert there.linears()[LAYER].weight.to("cpu").same_bits(here.linears()[LAYER].weight)
