@@ -36,6 +36,7 @@ from hswq_lab.lora import (
     bake_bias,
     bias_evidence,
     branch_evidence,
+    change_of,
     measure,
     put_from_source,
     put_in_place,
@@ -350,20 +351,21 @@ class Attachments(Sequence[Attachment]):
         ]
         source = self._source_of(layer, "branch")
         norms = None if source is None else source.to(device).float()
-        total = total_delta([(delta.to(device), k) for delta, k in deltas], unpacked(value), norms)
+        moved = [(delta.to(device), strength) for delta, strength in deltas]
         needs_norms = any(delta.needs_weight for delta, _ in deltas)
         norms_from = "" if not needs_norms else "pack" if source is None else "source"
         rows = []
         if _weighty(deltas):
-            rows.append(branch_evidence(layer, value, total, list(branches.values()), norms_from))
-        wanted = total_bias(deltas)
-        if wanted is not None:
+            wanted = change_of(moved, value, lambda: unpacked(value), norms)
+            rows.append(branch_evidence(layer, value, wanted, list(branches.values()), norms_from))
+        bias = total_bias(deltas)
+        if bias is not None:
             carried = [
                 branch.bias * strength for branch, strength in branches.values() if branch.bias is not None
             ]
             before = self._pristine_bias(layer)
             after = torch.stack(carried).sum(0).cpu() + (0 if before is None else before.float())
-            rows.append(bias_evidence(layer, "branch", before, after, wanted))
+            rows.append(bias_evidence(layer, "branch", before, after, bias))
         return rows
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lora_dialects import DIALECTS, LAYERS, D, logical
 
 from hswq_lab.errors import HswqError
-from hswq_lab.lora import BranchStack, branch_evidence, lora_from_tensors, total_delta
+from hswq_lab.lora import BranchStack, branch_evidence, change_of, lora_from_tensors, total_delta
+from hswq_lab.lora.change import Change
 
 QKV, OUT = "layers.0.attention.qkv", "layers.0.attention.out"
 
@@ -145,9 +148,11 @@ def test_factors_keep_their_stored_precision():
 def test_evidence_of_a_branch(kind, layer):
     weight, *_ = layer
     delta = KINDS[kind]
-    evidence = branch_evidence(
-        QKV, weight, total_delta([(delta, 0.5)], weight), [(delta.branch(weight), 0.5)]
-    )
+    wanted = change_of([(delta, 0.5)], weight, lambda: weight)
+    evidence = branch_evidence(QKV, weight, wanted, [(delta.branch(weight), 0.5)])
+    total = total_delta([(delta, 0.5)], weight)
+    assert evidence.delta_norm == pytest.approx(float(total.double().norm()), rel=1e-6)
+    assert evidence.rows == int((total != 0).any(dim=1).sum())
     assert evidence.verdict == "OK"
     assert evidence.retained == pytest.approx(1, abs=1e-6)
     assert evidence.added_error < 1e-6
@@ -158,6 +163,14 @@ def test_evidence_sees_a_branch_that_is_missing_or_zero(layer):
     weight, *_ = layer
     delta = KINDS["split"]
     total = total_delta([(delta, 1.0)], weight)
-    missing = branch_evidence(QKV, weight, total, [(delta.branch(), 0.0)])
-    assert (missing.verdict, missing.retained) == ("MISSING", 0.0)
-    assert branch_evidence(QKV, weight, total * 0, [(delta.branch(), 0.0)]).verdict == "N/A"
+    for wanted in (change_of([(delta, 1.0)], weight, lambda: weight), Change(total)):
+        missing = branch_evidence(QKV, weight, wanted, [(delta.branch(), 0.0)])
+        assert (missing.verdict, missing.retained) == ("MISSING", 0.0)
+        half = branch_evidence(QKV, weight, wanted, [(delta.branch(), 0.5)])
+        assert (half.retained, half.added_error) == (pytest.approx(0.5), pytest.approx(0.5))
+        assert "only 50%" in half.warning
+        other = branch_evidence(QKV, weight, wanted, [(replace(delta.branch(), down=weight[:12] * 9), 1.0)])
+        dense = delta.branch().up @ (weight[:12] * 9 * delta.branch().scale[:, None])
+        assert other.added_error == pytest.approx(float((dense - total).norm() / total.norm()), rel=1e-5)
+    nothing = change_of([(delta, 0.0)], weight, lambda: weight)
+    assert branch_evidence(QKV, weight, nothing, [(delta.branch(), 0.0)]).verdict == "N/A"

@@ -156,6 +156,25 @@ def change_sums(before: Weight, after: Weight, change: Change, source: Tensor | 
     return Sums(*total.tolist())
 
 
+def compared(arrived: Change, wanted: Change) -> Sums:
+    """`Sums` of a matrix that stands beside the weight: c is `arrived`, d is `wanted`, w is not looked at (0).
+
+    Of two changes with factors without any matrix [N, K]: ⟨L·D, L'·D'⟩ = trace((LᵀL')(D'Dᵀ)), in fp64.
+    """
+    if arrived.down is None or wanted.down is None:
+        c, d = (x.left if x.down is None else x.left @ x.down for x in (arrived, wanted))
+        return change_sums(torch.zeros_like(d), c, Change(d), None)
+    left = torch.cat([arrived.left, wanted.left], dim=1).double()
+    down = torch.cat([arrived.down, wanted.down]).double()
+    products = (left.T @ left) * (down @ down.T)
+    rank = arrived.down.shape[0]
+    cc, cd, dd = (
+        float(x.sum()) for x in (products[:rank, :rank], products[:rank, rank:], products[rank:, rank:])
+    )
+    missed = max(cc - 2 * cd + dd, 0.0)
+    return Sums(float(wanted.touched.sum()), cc, cd, dd, 0.0, 0.0, missed, cd, 0.0, 0.0, 0.0, 0.0)
+
+
 def _sums_of(
     w: Tensor, after: Tensor, d: Tensor, touched: Tensor, source: Tensor | None, group: int | None
 ) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight
-from hswq_lab.lora.change import Change, Sums, change_sums
+from hswq_lab.lora.change import Change, Sums, change_sums, compared
 from hswq_lab.lora.targets import unpacked
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def measure(case: Baked) -> LayerEvidence:
 def branch_evidence(
     name: str,
     value: Tensor | PackedWeight,
-    total: Tensor,
+    wanted: Change,
     branches: list[tuple[Branch, float]],
     norms_from: str = "",
 ) -> LayerEvidence:
@@ -144,17 +144,12 @@ def branch_evidence(
     Args:
         name: the layer's name.
         value: the weight beside which the branches run.
-        total: Σ strength · ΔW, fp32 [N, K].
+        wanted: Σ strength · ΔW.
         branches: with strengths.
         norms_from: where DoRA's norms came from.
     """
-    gained = any(branch.gain is not None for branch, _ in branches)
-    weight = unpacked(value) if gained else torch.zeros(())
-    carried = torch.zeros_like(total)
-    for branch, strength in branches:
-        carried.add_(branch_dense(branch, weight), alpha=strength)
-    sums = change_sums(torch.zeros_like(total), carried, Change(total), None)
-    retained, error, added = _share(sums, total.numel())
+    sums = compared(_carried(branches, value), wanted)
+    retained, error, added = _share(sums, wanted.left.shape[0] * value.shape[1])
     verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     return LayerEvidence(
         layer=name,
@@ -162,7 +157,7 @@ def branch_evidence(
         kind=kind_of(value),
         format=format_of(value),
         group=value.group if isinstance(value, PackedWeight) else None,
-        rows=int((total != 0).any(dim=1).sum()),
+        rows=int(sums.rows),
         delta_norm=math.sqrt(sums.dd),
         ratio=None,
         retained=retained,
@@ -217,6 +212,17 @@ def bias_evidence(
         verdict=verdict,
         warning=_warning(way, verdict, retained, error, added),
     )
+
+
+def _carried(branches: list[tuple[Branch, float]], value: Tensor | PackedWeight) -> Change:
+    """The matrix that side paths multiply x by, with their strengths."""
+    if all(branch.gain is None and not branch.kron for branch, _ in branches):
+        left = [branch.up.float() * (branch.scale * strength) for branch, strength in branches]
+        return Change(torch.cat(left, dim=1), torch.cat([branch.down.float() for branch, _ in branches]))
+    gained = any(branch.gain is not None for branch, _ in branches)
+    weight = unpacked(value) if gained else torch.zeros(())
+    dense = [branch_dense(branch, weight) * strength for branch, strength in branches]
+    return Change(torch.stack(dense).sum(0))
 
 
 def branch_dense(branch: Branch, weight: Tensor) -> Tensor:
