@@ -25,8 +25,8 @@ LARGEST_RANK = 64
 class SecondMoment:
     """A watcher that sums up xᵀx over rows of length 1, so that every token counts alike.
 
-    What a token's rounding does is in proportion to the token's own length. Without this a few caption
-    tokens, far longer than all others, would take the basis for themselves.
+    What a token's rounding does is in proportion to the token's own length; in some layers caption tokens
+    have seven times the energy of image tokens.
     """
 
     def __init__(self, k: int, device: torch.device) -> None:

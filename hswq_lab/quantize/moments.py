@@ -28,10 +28,7 @@ FOLDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums over rows x (rotated, fp32, of length 1) and x̂ (what the layer makes of them, as many times shorter).
-
-    Rows of length 1: what a token's error does is in proportion to the token's own length. Without this a few
-    caption tokens, far longer than all others, would have the weights to themselves.
+    """Sums over rows x (rotated, fp32) and x̂ (what the layer makes of them: rounded but for its input basis).
 
     Attributes:
         gram: Σ x̂ᵀx̂, fp32 [K, K].
@@ -97,8 +94,7 @@ class _MomentSums:
         shape = (rows.shape[0], rows.shape[1])
         quantised = ops.dequantize_nvfp4(codes, scales, self.scale, shape, torch.float32)
         quantised += ops.rotate(inside, self.group)
-        length = rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        quantised, rotated = quantised / length, ops.rotate(rows, self.group) / length
+        rotated = ops.rotate(rows, self.group)
         self._gram[self.fold] += quantised.T @ quantised
         self._cross[self.fold] += rotated.T @ quantised
         self._rows[self.fold] += len(rows)
