@@ -1,9 +1,10 @@
-"""Times the CUDA kernels on this machine's card, beside a copy and beside torch's bf16 product, in one run.
+"""Times the CUDA kernels on this machine's card, beside a copy, torch's bf16 product and peers, in one run.
 
-Medians of CUDA graph replays, each after the second-level cache was overwritten; everything on random data.
-Results go to benchmarks/results/gpu_kernels_<card>.json.
+Medians of CUDA graph replays, each after the second-level cache was overwritten; everything on random data. Peers
+(benchmarks/gpu_peers.py) are measured where they are installed. Results go to
+benchmarks/results/gpu_kernels_<card>.json; benchmarks/gpu_table.py makes the table of benchmarks/README.md of them.
 
-    python benchmarks/gpu_kernels.py [--repeats 15] [--only kernels|linears] [--out FILE]
+    python benchmarks/gpu_kernels.py [--repeats 15] [--only kernels|linears|lora] [--out FILE]
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_lora
+import gpu_peers
 import torch
 
 from hswq_lab import ops
@@ -74,7 +77,11 @@ def measure_elementwise(copy: float, flush: torch.Tensor, repeats: int) -> Itera
     for rows, cols in ACTIVATIONS:
         x = torch.randn(rows, cols, device=DEVICE, dtype=torch.bfloat16)
         for group in (256, 64, None) if (rows, cols) == ACTIVATIONS[0] else (256,):
-            for name, (traffic, call) in elementwise(x, group).items():
+            calls = elementwise(x, group)
+            if group == 256:
+                s = torch.tensor(0.002, device=DEVICE)
+                calls |= {name: (2.5625, call) for name, call in gpu_peers.quantize_peers(x, s)}
+            for name, (traffic, call) in calls.items():
                 took = seconds(call, flush, repeats)
                 rate = traffic * x.numel() / took
                 yield {
@@ -105,6 +112,7 @@ def linears(m: int, n: int, k: int) -> dict[str, Callable[[], object]]:
         "w4a8": lambda: ops.linear_w4a8(x, codes, scales, s, s_x, 256, n),
         "w4a8 kept": lambda: ops.linear_fp8(x, w8, rows, s, s_x, 256, n),
         "int8": lambda: ops.linear_int8(x, q, qs, 256),
+        **dict(gpu_peers.linear_peers(x, w16, q, qs)),
     }
 
 
@@ -136,7 +144,7 @@ def main() -> None:
     """Measures, prints a line a figure, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only", choices=("kernels", "linears"))
+    parser.add_argument("--only", choices=("kernels", "linears", "lora"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     machine = describe(DEVICE)
@@ -145,10 +153,12 @@ def main() -> None:
     print(f"copy {roofline.copy / 1e9:.0f} GB/s, bf16 product {roofline.matmul / 1e12:.0f} TFLOP/s")
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     rows: list[Row] = []
-    if args.only != "linears":
+    if args.only in (None, "kernels"):
         rows += measure_elementwise(roofline.copy, flush, args.repeats)
-    if args.only != "kernels":
+    if args.only in (None, "linears"):
         rows += measure_linears(flush, args.repeats)
+    if args.only in (None, "lora"):
+        rows += gpu_lora.measure(lambda call: seconds(call, flush, args.repeats))
     for row in rows:
         show(row)
     name = re.sub(r"\W+", "_", torch.cuda.get_device_name()).lower()

@@ -516,6 +516,8 @@ class Model:
             bytes=entry.nbytes,
             calibrated=entry.calibrated,
             loras=self._attachments.on_layer(layer),
+            arithmetic=resolved.arithmetic,
+            fallback=resolved.fallback,
         )
         return row if built is None else replace(row, **vars(built.counts))
 

@@ -45,12 +45,24 @@ class ModeRequest:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The mode that a layer runs in, where its activation scale comes from, and the reason in words."""
+    """The mode that a layer runs in, where its activation scale comes from, and the reason in words.
+
+    `fallback` says why FP4 tensor cores do not do the work of a layer that is made for them; "" if they do, or if
+    nobody wanted them to.
+    """
 
     mode: LayerMode
     activation_scale: Literal["none", "static", "dynamic", "unit"]
     why: str
     fp8_weights: Fp8Weights = "per_call"
+    fallback: str = ""
+
+    @property
+    def arithmetic(self) -> str:
+        """What multiplies: "FP4", "W4A4 emulated", "W4A16", "W4A8", "INT8" or "16-bit"."""
+        if self.mode == "tc":
+            return "W4A4 emulated" if self.fallback else "FP4"
+        return {"parity": "W4A16", "tc8": "W4A8", "int8": "INT8"}.get(self.mode, "16-bit")
 
 
 SWITCHES = ("HSWQ_ZI_FORCE_PARITY", "HSWQ_ZI_FORCE_TC")
@@ -107,10 +119,11 @@ def resolve(
     if request.mode == "auto":
         return _automatic(calibrated=calibrated, fp4_is_native=fp4_is_native)
     how = "native FP4" if fp4_is_native else "emulated: same numbers through wider arithmetic"
+    fallback = "" if fp4_is_native else _NO_FP4
     if request.mode == "tc8":
-        how = "FP8 activations"
+        how, fallback = "FP8 activations", ""
     if calibrated:
-        return Resolved(request.mode, "static", f"{request.origin} ({how})", request.fp8_weights)
+        return Resolved(request.mode, "static", f"{request.origin} ({how})", request.fp8_weights, fallback)
     if request.uncalibrated is None:
         raise HswqError(
             f"the layer cannot run in mode {request.mode}: it has no input_scale",
@@ -118,9 +131,10 @@ def resolve(
             fix="calibrate the pack, or ask for uncalibrated='dynamic' (own scale per call) or 'unit' (scale 1)",
         )
     why = f"{request.origin}, no input_scale ({how})"
-    return Resolved(request.mode, request.uncalibrated, why, request.fp8_weights)
+    return Resolved(request.mode, request.uncalibrated, why, request.fp8_weights, fallback)
 
 
+_NO_FP4 = "no FP4 tensor cores here"
 _AS_ITSELF = "runs as itself in every mode"
 _AS_THEMSELVES = {
     "16-bit": Resolved("16-bit", "none", "not packed"),
@@ -134,5 +148,5 @@ _AS_THEMSELVES = {
 def _automatic(*, calibrated: bool, fp4_is_native: bool) -> Resolved:
     if calibrated and fp4_is_native:
         return Resolved("tc", "static", "calibrated, and FP4 is native here")
-    reason = "no input_scale" if not calibrated else "no FP4 tensor cores here"
-    return Resolved("parity", "none", f"automatic: {reason}")
+    reason = _NO_FP4 if calibrated else "no input_scale"
+    return Resolved("parity", "none", f"automatic: {reason}", fallback=_NO_FP4 if calibrated else "")

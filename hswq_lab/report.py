@@ -20,6 +20,7 @@ class LayerRow:
         bytes: of its packed tensors.
         calibrated: whether it carries an input_scale.
         loras: what is on it, e.g. "outline ×0.8 (branch)".
+        arithmetic, fallback: what multiplies, and why not FP4 tensor cores: see `hswq_lab.modes.Resolved`.
         calls, rows, blocks, clipped: see `hswq_lab.layers.Counts`; zero while the network is not built.
     """
 
@@ -33,6 +34,8 @@ class LayerRow:
     bytes: int
     calibrated: bool
     loras: str = ""
+    arithmetic: str = ""
+    fallback: str = ""
     calls: int = 0
     rows: int = 0
     blocks: int = 0
@@ -42,6 +45,36 @@ class LayerRow:
     def flop(self) -> int:
         """Floating-point operations so far, 2·M·N·K, unpadded."""
         return 2 * self.rows * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all layers of one kind of arithmetic did.
+
+    Attributes:
+        flop: 2·M·N·K over all calls, unpadded.
+        fallbacks: calls that FP4 tensor cores were meant to do; `why` says why they did not.
+    """
+
+    arithmetic: str
+    layers: int
+    calls: int
+    flop: int
+    fallbacks: int
+    why: str
+
+    @classmethod
+    def of(cls, kind: str, rows: list[LayerRow]) -> Work:
+        """The sums over these layers."""
+        fallen = [row for row in rows if row.fallback]
+        why = "; ".join(dict.fromkeys(row.fallback for row in fallen))
+        calls, flop = sum(row.calls for row in rows), sum(row.flop for row in rows)
+        return cls(kind, len(rows), calls, flop, sum(row.calls for row in fallen), why)
+
+    def __str__(self) -> str:
+        """A line for a console."""
+        fallen = f", {self.fallbacks} of them fallbacks: {self.why}" if self.fallbacks else ""
+        return f"{self.arithmetic}: {self.calls} calls, {self.flop / 1e12:.3g} TFLOP{fallen}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +110,11 @@ class LoadReport(Result):
             hits[row.mode] += row.calls
         return dict(hits)
 
+    def work(self) -> list[Work]:
+        """What the layers did so far, by kind of arithmetic."""
+        kinds = dict.fromkeys(row.arithmetic for row in self.layers)
+        return [Work.of(kind, [row for row in self.layers if row.arithmetic == kind]) for kind in kinds]
+
     def __str__(self) -> str:
         """A short summary for a console."""
         kinds = Counter((row.format, row.mode) for row in self.layers)
@@ -86,6 +124,7 @@ class LoadReport(Result):
         ]
         lines.append(f"  {self.bits_per_weight:.2f} bits a weight over {len(self.layers)} Linears")
         lines += [f"  LoRA {text}" for text in self.loras]
+        lines += [f"  {work}" for work in self.work() if work.calls]
         clipped, blocks = sum(row.clipped for row in self.layers), sum(row.blocks for row in self.layers)
         if blocks:
             lines.append(f"  {clipped} of {blocks} activation blocks clipped by a static scale")

@@ -234,6 +234,13 @@ def test_report_counts_calls_rows_and_clipped_blocks(pack: Model) -> None:
     row = next(r for r in view.report().layers if r.mode == "tc" and r.layer.endswith("feed_forward.w1"))
     assert row.calls == STEPS
     assert row.blocks == row.rows * row.k // 16
+    work = {kind.arithmetic: kind for kind in view.report().work()}
+    assert set(work) == {"W4A4 emulated", "INT8"}
+    emulated = work["W4A4 emulated"]
+    assert (emulated.fallbacks, work["INT8"].fallbacks) == (emulated.calls, 0)
+    assert sum(kind.flop for kind in work.values()) == sum(r.flop for r in view.report().layers) > 0
+    assert "W4A4 emulated" in str(view.report())
+    assert "no FP4 tensor cores" in str(view.report())
     tiny_scale = {
         f"{name}.weight": layer.weight.with_input_scale(torch.tensor(1e-5))
         for name, layer in view.linears().items()

@@ -28,6 +28,36 @@ def test_auto_takes_tc_only_where_it_is_calibrated_and_native(calibrated, native
     assert why in found.why
 
 
+@pytest.mark.parametrize(
+    ("mode", "native", "calibrated", "arithmetic", "falls_back"),
+    [
+        ("tc", True, True, "FP4", False),
+        ("tc", False, True, "W4A4 emulated", True),
+        ("auto", False, True, "W4A16", True),
+        ("auto", True, False, "W4A16", False),
+        ("parity", False, True, "W4A16", False),
+        ("tc8", False, True, "W4A8", False),
+    ],
+)
+def test_fallbacks_are_what_fp4_tensor_cores_would_have_done(
+    mode, native, calibrated, arithmetic, falls_back
+):
+    found = resolved(mode, calibrated, native)
+    assert found.arithmetic == arithmetic
+    assert bool(found.fallback) == falls_back
+
+
+def test_fp8_weights_are_kept_only_by_a_known_name():
+    assert (
+        resolve(
+            "x", "nvfp4", ModeRequest("tc8", fp8_weights="keep"), calibrated=True, fp4_is_native=False
+        ).fp8_weights
+        == "keep"
+    )
+    with pytest.raises(HswqError, match="FP8 weights"):
+        ModeRequest("tc8", fp8_weights="sometimes")
+
+
 @pytest.mark.parametrize("mode", ["tc", "tc8"])
 def test_an_uncalibrated_layer_is_refused_by_name_unless_told_what_to_do(mode):
     with pytest.raises(HswqError, match="no input_scale") as caught:

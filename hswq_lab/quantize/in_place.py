@@ -86,7 +86,11 @@ def module_report(module: nn.Module) -> LoadReport:
             rows.append(_row(name, each.layer))
         elif type(each) is nn.Linear:
             n, k = each.weight.shape
-            rows.append(LayerRow(name, KEPT, None, n, k, KEPT, "not packed", each.weight.nbytes, False))
+            rows.append(
+                LayerRow(
+                    name, KEPT, None, n, k, KEPT, "not packed", each.weight.nbytes, False, arithmetic=KEPT
+                )
+            )
         elif isinstance(each, nn.Linear):
             warnings.append(f"{name}: a {type(each).__name__}, no plain Linear; left alone")
     first = next((each for each in module.parameters()), torch.empty(0))
@@ -171,5 +175,7 @@ def _row(name: str, layer: LabLinear) -> LayerRow:
         why=layer.resolved.why,
         bytes=weight.nbytes,
         calibrated=False,
+        arithmetic=layer.resolved.arithmetic,
+        fallback=layer.resolved.fallback,
         **vars(layer.counts),
     )
