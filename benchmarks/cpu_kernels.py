@@ -1,6 +1,6 @@
 """CPU kernels against comfy-kitchen's eager back end, interleaved in one process, one thread each; the floor beside.
 
-    python benchmarks/cpu_kernels.py [--rounds 5] [--json benchmarks/results/cpu_kernels.json] [--readme]
+    python benchmarks/cpu_kernels.py [--rounds 5] [--readme]
 
 W is 4096x3840 and x 1024x3840, bf16. Times are CPU time of this process (other load on the machine does not count), the
 least of the rounds. The floor of a row is the bytes that it must read and write over the copy rate measured in the same
@@ -27,9 +27,8 @@ from hswq_lab import formats, ops
 from hswq_lab._backends import native
 
 N, K, M, GROUP = 4096, 3840, 1024, 256
-RESULTS = Path(__file__).parent / "results" / "cpu_kernels.json"
+RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
-MARKS = ("<!-- cpu_kernels begin -->", "<!-- cpu_kernels end -->")
 
 
 @dataclass(frozen=True)
@@ -252,18 +251,19 @@ def table(rows: list[Row], rate: float, facts: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def write_readme(text: str) -> None:
-    """Puts the table between its marks."""
-    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    README.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+def write_readme(text: str, isa: str) -> None:
+    """Puts the table between the marks of its instruction set."""
+    begin, end = (f"<!-- cpu_kernels {isa} {side} -->" for side in ("begin", "end"))
+    before, rest = README.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    README.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main() -> int:
     """Prints the table; 1 if a row misses its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu_kernels_ISA.json")
     parser.add_argument(
         "--readme", action="store_true", help="also replace the table in benchmarks/README.md"
     )
@@ -274,11 +274,13 @@ def main() -> int:
         rows, rate = measure(arguments.rounds)
     text = table(rows, rate, facts)
     print(text)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    isa = facts["instruction set"]
+    target = arguments.json or RESULTS / f"cpu_kernels_{isa}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": facts, "copy_gb_s": rate, "rows": [asdict(row) for row in rows]}
-    arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.readme:
-        write_readme(text)
+        write_readme(text, isa)
     return int(any(row.ratio < row.asked for row in rows))
 
 

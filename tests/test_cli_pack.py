@@ -139,7 +139,7 @@ def test_parts_in_and_parts_out(model_file, plan_file, tmp_path, capsys):
     [
         ("nowhere/out.safetensors", "folder does not exist"),
         ("out.gguf", "ends in .safetensors"),
-        ("big.safetensors", "exists already"),
+        ("there.safetensors", "exists already"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused_before_any_work(
@@ -148,6 +148,7 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(
     def load(*arguments):
         pytest.fail("the model was opened")
 
+    (model_file.parent / "there.safetensors").touch()
     monkeypatch.setattr("hswq_lab.cli.quantize.load", load)
     assert main(command(model_file, plan_file, model_file.parent / target)) == 2
     assert words in capsys.readouterr().err
