@@ -63,6 +63,8 @@ class Plan(Mapping[str, str]):
 
     def __init__(self, formats: Mapping[str, str], note: str = "") -> None:
         self._formats = {layer_name(pattern): canonical(form, pattern) for pattern, form in formats.items()}
+        self._places = {pattern: place for place, pattern in enumerate(self._formats)}
+        self._globs = [pattern for pattern in self._formats if set(pattern) & set("*?[")]
         self.note = note
 
     def __getitem__(self, pattern: str) -> str:
@@ -99,14 +101,15 @@ class Plan(Mapping[str, str]):
             HswqError: an entry that matches no layer of this model (so a plan for another model is refused).
         """
         for pattern in self:
-            if not any(_matches(layer, pattern) for layer in layers):
+            if pattern not in layers and not any(fnmatchcase(layer, pattern) for layer in layers):
                 raise _unmatched(pattern, layers)
         return {layer: layer_format(self.form_of(layer) or KEPT, k) for layer, (_, k) in layers.items()}
 
     def form_of(self, *names: str) -> str | None:
         """What the last entry that matches any of a layer's names says, as it is spelled there; None without one."""
-        matching = (p for p in reversed(self._formats) if any(_matches(name, p) for name in names))
-        return next((self[pattern] for pattern in matching), None)
+        matching = [name for name in names if name in self._formats]
+        matching += [glob for glob in self._globs if any(fnmatchcase(name, glob) for name in names)]
+        return self._formats[max(matching, key=self._places.__getitem__)] if matching else None
 
     def nbytes(self, layers: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of the Linears' weights with all scales, an input_scale for every NVFP4 layer included."""
@@ -198,10 +201,6 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """A hint for an unknown name: the most similar known one."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest name is {close[0]}" if close else None
-
-
-def _matches(layer: str, pattern: str) -> bool:
-    return layer == pattern or fnmatchcase(layer, pattern)
 
 
 def _unmatched(pattern: str, layers: Mapping[str, tuple[int, int]]) -> HswqError:
