@@ -232,9 +232,9 @@ def test_a_live_figure_changes_in_place():
 def test_a_click_on_a_point_reaches_the_handler():
     shown, clicked = LiveFigure(go.Figure(go.Bar(x=["a"], y=[1]))), []
     shown.on_click(clicked.append)
-    shown.plot._received(None, {"event": "click", "x": "a"}, [])
+    shown.plot._received(None, {"event": "click", "x": "a", "note": ["of a"]}, [])
     shown.plot._received(None, {"event": "hover", "x": "b"}, [])
-    assert clicked == ["a"]
+    assert clicked == [("a", ["of a"])]
 
 
 def test_plotly_comes_once_for_all_plots_and_a_plot_is_light():

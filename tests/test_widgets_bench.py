@@ -89,7 +89,7 @@ def test_null_is_nan_where_a_number_belongs_and_none_elsewhere(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "cannot be read"),
+        ("{", "not JSON"),
         ("[1]", "no stored benchmark"),
         ('{"result": "TrajectoryReport"}', "no stored benchmark"),
         ('{"result": "GemmBench"}', "lacks something"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from hswq_lab.progress import silent
 from hswq_lab.quantize import ImpactReport, LayerImpact
 from hswq_lab.widgets import BakeCheck, PackExplorer, SensitivityExplorer
 from hswq_lab.widgets.bake_state import AMPLIFIED, BakeState, Choice, SecondGeneration, difference
-from hswq_lab.widgets.pack_state import PackState, files_nearby
+from hswq_lab.widgets.file_picker import FilePicker
+from hswq_lab.widgets.pack_state import PackState
 from hswq_lab.widgets.sensitivity_state import SensitivityState
 
 SOON = 60.0
@@ -93,7 +95,9 @@ def test_a_16_bit_layer_has_tails_and_no_codes(tiny_model):
     assert (detail.code_values, detail.scales, detail.marker) == ([], [], {})
     assert detail.bits == 16
     figure = detail_figure(detail)
-    assert len(figure.data) == 4
+    assert [trace.type for trace in figure.data] == ["scatter", "scatter"], (
+        "no axes for what it does not have"
+    )
 
 
 def test_one_outlier_shows_in_the_tail_and_the_rotation_spreads_it():
@@ -146,11 +150,57 @@ def test_only_a_file_can_be_checked(tiny_pack, pack_file):
     assert state.check(silent).ok
 
 
-def test_the_picker_lists_checkpoints_nearby(tmp_path):
+def test_the_picker_walks_folders_and_names_what_is_chosen(tmp_path):
     (tmp_path / "a").mkdir()
-    for name in ("x.safetensors", "a/y.safetensors", "a/notes.txt"):
+    for name in ("x.safetensors", "a/y.safetensors", "a/notes.txt", ".hidden"):
         (tmp_path / name).write_text("")
-    assert files_nearby(tmp_path) == ["a/y.safetensors", "x.safetensors"]
+    chosen = []
+    picker = FilePicker(tmp_path, chosen.append)
+    assert dict(picker.entries.options) == {
+        "../": "..",
+        "a/": "a",
+        "x.safetensors (0.0 MiB)": "x.safetensors",
+    }
+    picker.entries.value = "x.safetensors"
+    assert chosen == [tmp_path / "x.safetensors"]
+    assert picker.enter_button.disabled
+    with pytest.raises(HswqError, match="no folder"):
+        picker.enter()
+    picker.entries.value = "a"
+    picker.enter()
+    assert list(picker.entries.options.values()) == ["..", "y.safetensors"]
+    picker.entries.value = ".."
+    picker.enter()
+    assert picker.folder == tmp_path.resolve()
+    with pytest.raises(HswqError, match="cannot be read"):
+        picker.list(tmp_path / "gone")
+
+
+def test_a_file_is_picked_opened_and_its_first_packed_layer_shown(pack_file, monkeypatch):
+    monkeypatch.chdir(pack_file.parent)
+    shown = PackExplorer()
+    assert shown.picker.layout.display == "none"
+    shown.browse_button.value = True
+    assert shown.picker.layout.display == ""
+    shown.picker.entries.value = pack_file.name
+    shown.open_button.click()
+    assert shown.wait(SOON)
+    assert shown.errors.value == ""
+    assert shown.path.value == str(pack_file)
+    assert shown._detail.format != "16-bit"
+    assert "not checked yet" in shown.detail.value
+
+
+def test_findings_of_a_layer_stand_beside_it(tmp_path):
+    weight = torch.full((32, 64), float("nan"))
+    path = Checkpoint.from_mapping({"a.weight": weight, "ab.weight": weight[:, :16]}).save(
+        tmp_path / "x.safetensors"
+    )
+    state = PackState()
+    state.open(path, None, silent)
+    state.check(silent)
+    assert "error" in state.findings_of("a.weight")
+    assert state.findings_of("a.weight").count("error") == 1, "ab is another layer"
 
 
 def test_the_panel_opens_a_file_shows_a_layer_and_exports_it(pack_file, tiny_model, tmp_path):
@@ -196,7 +246,7 @@ def test_a_forecast_is_that_of_the_plan(tiny_model, impacts):
     assert few.nbytes == impacts.plan(nvfp4=2).nbytes(impacts.layers)
     assert few.bits > many.bits
     assert few.predicted > many.predicted
-    assert few.measured is None
+    assert state.measured_cos(2) is None
 
 
 def test_a_byte_budget_gives_the_smallest_cut_that_fits(tiny_model, impacts):
@@ -215,7 +265,7 @@ def test_a_measured_plan_is_kept_once_and_shown_beside_the_prediction(tiny_model
     state.measure_plan(2, silent)
     report = state.measure_plan(5, silent)
     assert [point.nvfp4 for point in report.points] == [2, 5]
-    assert state.forecast(5).measured == report.points[1].mean
+    assert state.measured_cos(5) == report.points[1].mean
 
 
 def test_a_plan_is_packed_into_a_file_and_never_over_another(tiny_model, impacts, tmp_path):
@@ -239,13 +289,36 @@ def test_the_slider_moves_the_cut_and_a_click_on_a_bar_too(tiny_model, impacts):
     shown.cut.value = 4
     assert "4 NVFP4" in shown.forecast.value
     before = shown.bars.plot.figure
-    shown.bars.plot._received(None, {"event": "click", "x": impacts.ranking()[6]}, [])
+    shown.bars.plot._received(None, {"event": "click", "x": impacts.ranking()[6], "note": []}, [])
     assert shown.cut.value == 7
     assert shown.bars.plot.figure != before
-    shown.budget.value = shown.state.forecast(9).nbytes / 2**20
-    assert shown.cut.value == shown.state.count_within(shown.state.forecast(9).nbytes)
+    shown.plans.plot._received(None, {"event": "click", "x": "4.5", "note": [3, "0.99"]}, [])
+    assert shown.cut.value == 3
     shown.order.value = "kind"
     assert shown.errors.value == ""
+
+
+def test_a_budget_moves_the_cut_and_is_forgotten_when_the_cut_moves_on(tiny_model, impacts):
+    shown = SensitivityExplorer(tiny_model, impacts)
+    size = shown.state.forecast(9).nbytes
+    shown.budget.value = str(size / 2**20)
+    assert shown.cut.value == shown.state.count_within(size)
+    assert shown.budget.value != ""
+    shown.cut.value = 2
+    assert shown.budget.value == ""
+    for text, problem in (("many", "no size"), ("-1", "no size"), ("0.0001", "no plan is that small")):
+        shown.budget.value = text
+        assert problem in shown.errors.value
+        assert shown.cut.value == 2
+    shown.budget.value = str(size / 2**20)
+    assert shown.errors.value == ""
+
+
+def test_a_report_of_some_layers_offers_only_those(tiny_model, impacts):
+    shown = SensitivityExplorer(tiny_model, replace(impacts, rows=impacts.rows[:3]))
+    assert (shown.errors.value, shown.cut.max) == ("", 3)
+    shown.cut.value = 3
+    assert "3 NVFP4, 0 INT8" in shown.forecast.value
 
 
 def test_impacts_can_be_measured_in_the_panel(tiny_model, tmp_path):
@@ -273,9 +346,13 @@ def test_bars_come_in_the_order_that_was_asked_for(impacts, order):
     assert sorted(names) == sorted(network)
     if order == "block":
         assert names == network
+        assert list(impact_figure(impacts, order=order).layout.xaxis.ticktext)[-1] == "others"
     if order == "kind":
         ends = [name.split(".", 2)[-1] for name in names if name.startswith("layers.")]
         assert ends == sorted(ends, key=ends.index)
+        axis = impact_figure(impacts, order=order).layout.xaxis
+        middle = axis.ticktext.index("attention.qkv")
+        assert names[round(axis.tickvals[middle])].endswith("attention.qkv")
 
 
 # -- BakeCheck -----------------------------------------------------------------------------------------------

@@ -105,8 +105,13 @@ def test_the_slider_changes_pictures_curves_and_the_line_in_them(report):
     assert len(lines) == 4, "one in every panel"
     emphasised = {row[0] for t in figure.data if t.legendgroup == "emphasis" for row in t.customdata}
     assert emphasised == {str(viewer.seed.value)}
-    viewer._go_to("4")
+    viewer.figure.plot._received(None, {"event": "click", "x": "4", "note": []}, [])
     assert viewer.step.value == 4
+    other = next(seed for seed in report.seeds if seed != viewer.seed.value)
+    viewer.figure.plot._received(None, {"event": "click", "x": "2", "note": [str(other), "0.9", "a"]}, [])
+    assert (viewer.seed.value, viewer.step.value) == (other, 2)
+    assert viewer.wait(SOON)
+    assert f"step 2 of 0 to {report.steps - 1}" in viewer.pictures.value
     viewer.close()
 
 

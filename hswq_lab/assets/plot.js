@@ -47,7 +47,7 @@ async function render({ model, el }) {
       drawn = true;
       place.on("plotly_click", (event) => {
         const point = event.points[0];
-        model.send({ event: "click", x: String(point.x), y: String(point.y), curve: point.curveNumber });
+        model.send({ event: "click", x: String(point.x), note: [].concat(point.customdata ?? []) });
       });
     }
   }

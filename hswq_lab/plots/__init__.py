@@ -19,7 +19,7 @@ from hswq_lab.plots.files import difference_figure, lora_figure
 from hswq_lab.plots.lora import effect_figure, retention_figure
 from hswq_lab.plots.pack import contents_figure, layer_map_figure
 from hswq_lab.plots.roofline import roofline_figure
-from hswq_lab.plots.sensitivity import impact_figure, pareto_figure
+from hswq_lab.plots.sensitivity import impact_figure, pareto_figure, plans_figure
 from hswq_lab.plots.trajectory import divergence_figure
 from hswq_lab.quantize.impact import ImpactReport
 from hswq_lab.quantize.observe import CalibrationReport
@@ -42,6 +42,7 @@ __all__ = [
     "lora_figure",
     "pareto_figure",
     "pictures_figure",
+    "plans_figure",
     "ranges_figure",
     "retention_figure",
     "roofline_figure",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -22,6 +23,7 @@ OP_COLORS = {
 }
 
 
+_ONE_COLUMN = 3  # so many panels at most stand in one column
 _NO_FALLBACKS = {True: "no fallbacks", False: "fallbacks not counted"}
 
 
@@ -31,11 +33,14 @@ def gemm_figure(report: GemmBench) -> go.Figure:
     Full bars hold rotation and quantisation of the activations, pale ones the product alone.
     """
     sizes = sorted({row.m for row in report.rows})
+    columns = 1 if len(sizes) <= _ONE_COLUMN else 2
+    lines = math.ceil(len(sizes) / columns)
     figure = make_subplots(
-        rows=len(sizes),
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=0.2 / max(1, len(sizes)),
+        rows=max(1, lines),
+        cols=columns,
+        shared_xaxes="all",
+        vertical_spacing=0.2 / max(1, lines),
+        horizontal_spacing=0.09,
         subplot_titles=[f"M = {m}" for m in sizes],
     )
     fallbacks = sum(row.fallbacks for row in report.rows)
@@ -49,18 +54,20 @@ def gemm_figure(report: GemmBench) -> go.Figure:
             if fallbacks
             else _NO_FALLBACKS[report.repeats > 0]
         ),
-        height=210 * len(sizes) + 190,
+        height=210 * lines + 190,
     )
     style.name_panels(figure)
     ways = list(dict.fromkeys((row.op, row.stage, row.backend) for row in report.rows))
-    for panel, m in enumerate(sizes, start=1):
+    for place, m in enumerate(sizes):
+        at = {"row": place // columns + 1, "col": place % columns + 1}
         here = [row for row in report.rows if row.m == m]
         for way in ways:
             rows = [row for row in here if (row.op, row.stage, row.backend) == way]
-            figure.add_trace(_products(rows, way, show=panel == 1), row=panel, col=1)
-        figure.add_trace(_roofline(here, report, show=panel == 1), row=panel, col=1)
-    figure.update_yaxes(title="TFLOP/s", rangemode="tozero")
-    figure.update_xaxes(title="N × K", row=len(sizes))
+            figure.add_trace(_products(rows, way, show=place == 0), **at)
+        figure.add_trace(_roofline(here, report, show=place == 0), **at)
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(title="TFLOP/s", col=1)
+    figure.update_xaxes(title="N × K", row=lines)
     figure.update_layout(barmode="group", bargap=0.2, bargroupgap=0.05)
     style.legend_below(figure)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -13,72 +14,82 @@ from hswq_lab.plots import style
 if TYPE_CHECKING:
     from hswq_lab.detail import LayerDetail
 
+_TAILS = "tails of |w| / rms"
+
 
 def detail_figure(detail: LayerDetail) -> go.Figure:
-    """Three panels; the first two are empty for a 16-bit layer, which has neither codes nor scales."""
+    """Three panels; only the last for a 16-bit layer, which has neither codes nor scales."""
+    packed = bool(detail.code_values)
     figure = make_subplots(
         rows=1,
-        cols=3,
-        column_widths=[0.32, 0.3, 0.38],
+        cols=3 if packed else 1,
+        column_widths=[0.32, 0.3, 0.38] if packed else None,
         horizontal_spacing=0.11,
-        subplot_titles=["codes", "block scales", "tails of |w| / rms"],
+        subplot_titles=["codes", "block scales", _TAILS] if packed else [_TAILS],
     )
     style.dress(figure, detail.name, _subtitle(detail), height=400)
     style.name_panels(figure)
-    color = style.format_color(detail.format)
-    figure.add_trace(
-        go.Bar(
-            x=detail.code_values,
-            y=detail.code_counts,
-            marker={"color": color},
-            showlegend=False,
-            hovertemplate="code %{x:g}: %{y:,}<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
-    figure.add_trace(
-        go.Heatmap(
-            z=[style.numbers(row) for row in detail.scales],
-            colorscale=style.SEQUENTIAL,
-            colorbar={
-                "thickness": 10,
-                "x": 0.6,
-                "len": 0.9,
-                "tickfont": {"size": 10},
-                "exponentformat": "power",
-            },
-            hovertemplate="row %{y}, block %{x}: %{z:.3g}<extra></extra>",
-        ),
-        row=1,
-        col=2,
-    )
-    for tails, tail_color in zip(detail.tails, (style.GREY, style.VERMILION), strict=False):
-        figure.add_trace(
-            go.Scatter(
-                name=f"{tails.basis}: largest {tails.crest:.1f}, kurtosis {tails.kurtosis:.2f}",
-                mode="lines",
-                line={"color": tail_color, "width": 2, "shape": "hvh"},
-                x=[(place + 0.5) * TAIL_END / TAIL_BINS for place in range(TAIL_BINS)],
-                y=style.positive(tails.counts),
-                hovertemplate="|w| = %{x:.2f} rms: %{y:,}<extra></extra>",
-            ),
-            row=1,
-            col=3,
-        )
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, row=1, col=3)
-    figure.update_yaxes(autorange="reversed", row=1, col=2)
-    figure.update_xaxes(title="value before scales", row=1, col=1)
-    figure.update_xaxes(title="block of 16 columns", row=1, col=2)
-    figure.update_xaxes(title="|w| / rms", row=1, col=3)
+    if packed:
+        _codes(figure, detail)
+        _scales(figure, detail)
+    _tails(figure, detail, col=3 if packed else 1)
     style.legend_below(figure)
     return figure
+
+
+def _codes(figure: go.Figure, detail: LayerDetail) -> None:
+    bars = go.Bar(
+        x=detail.code_values,
+        y=detail.code_counts,
+        marker={"color": style.format_color(detail.format)},
+        showlegend=False,
+        hovertemplate="code %{x:g}: %{y:,}<extra></extra>",
+    )
+    figure.add_trace(bars, row=1, col=1)
+    figure.update_xaxes(title="value before scales", row=1, col=1)
+
+
+def _scales(figure: go.Figure, detail: LayerDetail) -> None:
+    bar = {"thickness": 10, "x": 0.6, "len": 0.9, "tickfont": {"size": 10}, "exponentformat": "power"}
+    heat = go.Heatmap(
+        z=[style.numbers(row) for row in detail.scales],
+        colorscale=style.SEQUENTIAL,
+        colorbar=bar,
+        hovertemplate="row %{y}, block %{x}: %{z:.3g}<extra></extra>",
+    )
+    figure.add_trace(heat, row=1, col=2)
+    figure.update_yaxes(autorange="reversed", row=1, col=2)
+    figure.update_xaxes(title="block of 16 columns", row=1, col=2)
+
+
+def _tails(figure: go.Figure, detail: LayerDetail, col: int) -> None:
+    for tails, color in zip(detail.tails, (style.GREY, style.VERMILION), strict=False):
+        line = go.Scatter(
+            name=f"{tails.basis}: largest {tails.crest:.1f}, kurtosis {tails.kurtosis:.2f}",
+            mode="lines",
+            line={"color": color, "width": 2, "shape": "hvh"},
+            x=[(place + 0.5) * TAIL_END / TAIL_BINS for place in range(TAIL_BINS)],
+            y=style.positive(tails.counts),
+            hovertemplate="|w| = %{x:.2f} rms: %{y:,}<extra></extra>",
+        )
+        figure.add_trace(line, row=1, col=col)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, row=1, col=col)
+    figure.update_xaxes(title="|w| / rms", row=1, col=col)
 
 
 def _subtitle(detail: LayerDetail) -> str:
     n, k = detail.shape
     rotation = "not rotated" if detail.group is None else f"rotated in groups of {detail.group}"
     parts = [f"{style.format_name(detail.format)}, {n} × {k}, {rotation}, {detail.bits:.2f} bits a weight"]
-    if detail.sqnr_db is not None and detail.cosine is not None:
-        parts.append(f"{detail.sqnr_db:.2f} dB and cosine {detail.cosine:.5f} to the source")
+    if detail.sqnr_db is not None:
+        parts.append(closeness_text(detail))
     return "; ".join(parts)
+
+
+def closeness_text(detail: LayerDetail) -> str:
+    """How close a layer is to its source, for people: nothing is infinitely many decibels away."""
+    if detail.sqnr_db is None or detail.cosine is None:
+        return "no source was given"
+    if math.isinf(detail.sqnr_db):
+        return "equal to the source"
+    return f"{detail.sqnr_db:.2f} dB and cosine {detail.cosine:.5f} to the source"

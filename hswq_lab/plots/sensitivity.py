@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import plotly.graph_objects as go
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.impact import ImpactReport, LayerImpact
     from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 
+_FLOOR = 1e-8  # 1 − cosine where a plan cannot be told from its source
 Order: TypeAlias = Literal["impact", "block", "kind"]
 
 
@@ -46,6 +48,8 @@ def impact_figure(
         figure.add_trace(_bars(mine, kind, planned=plan is not None))
     figure.update_xaxes(categoryorder="array", categoryarray=style.texts(layers), tickangle=-90)
     figure.update_xaxes(showticklabels=len(layers) <= style.MOST_LABELS, tickfont={"size": 9}, title="")
+    if order != "impact":
+        _name_groups(figure, layers, order)
     figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="impact")
     style.legend_above(figure)
     return figure
@@ -60,6 +64,23 @@ def _ordered(report: ImpactReport, form: str, order: Order) -> list[str]:
         return network
     kinds = list(dict.fromkeys(place_of(layer).kind for layer in network))
     return sorted(network, key=lambda layer: kinds.index(place_of(layer).kind))
+
+
+def _name_groups(figure: go.Figure, layers: Sequence[str], order: Order) -> None:
+    """Names and parts the groups in which the bars stand; a bar's own name is in its hover text."""
+    places = map(place_of, layers)
+    runs = [
+        (name, len(list(run)))
+        for name, run in groupby(places, lambda place: place.block if order == "block" else place.kind)
+    ]
+    ends = list(accumulate(length for _, length in runs))
+    centres = [end - (length + 1) / 2 for end, (_, length) in zip(ends, runs, strict=True)]
+    names = [name or "others" for name, _ in runs]
+    figure.update_xaxes(
+        tickvals=centres, ticktext=style.texts(names), showticklabels=True, tickfont={"size": 11}
+    )
+    for end in ends[:-1]:
+        figure.add_vline(x=end - 0.5, line={"color": style.GRID, "width": 1}, layer="below")
 
 
 def _bars(rows: Sequence[LayerImpact], kind: str, *, planned: bool) -> go.Bar:
@@ -94,24 +115,74 @@ def pareto_figure(report: ParetoReport) -> go.Figure:
         f"{report.model} in mode {report.mode}; {style.count(len(report.seeds), 'seed')}, "
         f"{style.count(report.steps, 'step')}. Lower and further left is better.",
     )
-    front = report.front()
-    figure.add_trace(
-        go.Scatter(
-            name="front",
-            mode="lines",
-            line={"color": style.BLUE, "width": 2, "shape": "hv"},
-            x=[point.bits for point in front],
-            y=style.positive((1 - point.mean for point in front), 1e-8),
-            hoverinfo="skip",
-        )
+    _add_measured(figure, report)
+    return figure
+
+
+def plans_figure(
+    predicted: Sequence[tuple[float, float]], chosen: int, measured: ParetoReport | None = None
+) -> go.Figure:
+    """What is to be had for how many bits: every cut as predicted, the chosen one, the plans measured so far.
+
+    Args:
+        predicted: bits a weight and predicted mean final cosine of each number of NVFP4 layers, from 0.
+        chosen: the number of NVFP4 layers to mark.
+        measured: from `hl.pareto`.
+    """
+    figure = style.new_figure(
+        "Bits against closeness",
+        "each dot is a cut, predicted from independent errors; measured plans beside it. "
+        "Lower and further left is better.",
     )
+    bits, cosines = zip(*predicted, strict=True)
+    divergence = style.positive((1 - cos for cos in cosines), _FLOOR)
+    line = go.Scatter(
+        name="predicted",
+        mode="lines+markers",
+        line={"color": style.GREY, "width": 1.5},
+        marker={"size": 4},
+        x=list(bits),
+        y=divergence,
+        customdata=[[count, f"{cos:.5f}"] for count, cos in enumerate(cosines)],
+        hovertemplate="%{customdata[0]} NVFP4<br>%{x:.3f} bits, predicted %{customdata[1]}<extra></extra>",
+    )
+    here = go.Scatter(
+        name="this cut",
+        mode="markers",
+        marker={"symbol": "circle-open", "size": 14, "color": style.INK, "line": {"width": 2}},
+        x=[bits[chosen]],
+        y=[divergence[chosen]],
+        hoverinfo="skip",
+    )
+    figure.add_traces([line, here])
+    if measured is None:
+        _label_plans(figure)
+    else:
+        _add_measured(figure, measured)
+    return figure
+
+
+def _add_measured(figure: go.Figure, report: ParetoReport) -> None:
+    front = report.front()
+    joined = go.Scatter(
+        name="front",
+        mode="lines",
+        line={"color": style.BLUE, "width": 2, "shape": "hv"},
+        x=[point.bits for point in front],
+        y=style.positive((1 - point.mean for point in front), _FLOOR),
+        hoverinfo="skip",
+    )
+    figure.add_trace(joined)
     figure.add_trace(_points(report.points, "mean of the seeds", "mean", style.BLUE, "circle"))
     figure.add_trace(_points(report.points, "worst seed", "worst", style.VERMILION, "triangle-up-open"))
+    _label_plans(figure)
+
+
+def _label_plans(figure: go.Figure) -> None:
     figure.update_xaxes(title="bits a weight (Linears, scales included)")
     figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="1 − final cosine")
     figure.add_hline(y=1 - SAME_IMAGE, line={"color": style.GREY, "width": 1, "dash": "dot"})
     style.legend_below(figure)
-    return figure
 
 
 def _points(points: Sequence[ParetoPoint], name: str, measure: str, color: str, symbol: str) -> go.Scatter:
@@ -120,7 +191,7 @@ def _points(points: Sequence[ParetoPoint], name: str, measure: str, color: str, 
         mode="markers",
         marker={"color": color, "symbol": symbol, "size": 8},
         x=[point.bits for point in points],
-        y=style.positive((1 - getattr(point, measure) for point in points), 1e-8),
+        y=style.positive((1 - getattr(point, measure) for point in points), _FLOOR),
         customdata=[[style.text(point.label), f"{getattr(point, measure):.5f}"] for point in points],
         hovertemplate="%{customdata[0]}<br>%{x:.3f} bits, cos %{customdata[1]}<extra></extra>",
     )

@@ -117,9 +117,9 @@ def new_figure(title: str, subtitle: str = "", height: int = 460) -> go.Figure:
     return figure
 
 
-def placeholder(title: str, height: int = 460) -> go.Figure:
-    """What a panel shows where a figure will be: its words, and no axes that mean nothing."""
-    figure = new_figure(title, height=height)
+def placeholder(title: str) -> go.Figure:
+    """What a panel shows where a figure will be: a line of words, and no axes that mean nothing."""
+    figure = new_figure(title, height=90)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return figure

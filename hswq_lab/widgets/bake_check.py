@@ -70,7 +70,7 @@ class BakeCheck(Panel):
         )  # fmt: skip
         self.verdict = ipywidgets.HTML()
         self.pictures = ipywidgets.HTML(markup.note("apply a LoRA to see the pictures"))
-        self.figure = LiveFigure(style.placeholder("what arrived comes here", height=440))
+        self.figure = LiveFigure(style.placeholder("what arrived comes here"))
         self.checked: Checked | None = None
         body = [
             *(ipywidgets.HBox(row) for row in self.rows),
@@ -119,7 +119,7 @@ class BakeCheck(Panel):
         self.state.undo()
         self.verdict.value = markup.note("no LoRA is on the pack; its weights are the pristine ones")
         self.pictures.value = ""
-        self.figure.show(style.placeholder("what arrived comes here", height=440))
+        self.figure.show(style.placeholder("what arrived comes here"))
 
     def _again(self) -> None:
         prompt, seed = self.prompt.value, int(self.seed.value)

@@ -75,9 +75,9 @@ class GemmBench(Panel):
             description="Time a whole picture", icon="picture-o", layout={"width": "200px"},
             disabled=not self.state.models, tooltip="make one picture several times with every model",
         )  # fmt: skip
-        self.products = LiveFigure(style.new_figure("press Run, or load a stored result", height=420))
-        self.roofline = LiveFigure(style.new_figure("press Run, or load a stored result", height=420))
-        self.pictures = LiveFigure(style.new_figure("no picture was timed yet", height=260))
+        self.products = LiveFigure(style.placeholder("press Run, or load a stored result"))
+        self.roofline = LiveFigure(style.placeholder("press Run, or load a stored result"))
+        self.pictures = LiveFigure(style.placeholder("no picture was timed yet"))
         self.summary, self.times, self.left, self.arithmetic, self.machines, self.compiled = (
             ipywidgets.HTML() for _ in range(6)
         )

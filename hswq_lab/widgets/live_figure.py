@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import ipywidgets
 
@@ -22,6 +22,18 @@ _NO_ANYWIDGET = (
     "This plot cannot change in place, because the package anywidget is not installed where the kernel runs: "
     "pip install anywidget, then restart the kernel. Until then it is drawn anew each time."
 )
+
+
+class Click(NamedTuple):
+    """A point of a figure that was clicked.
+
+    Attributes:
+        x: its x value; names as the figure has them.
+        note: its customdata; empty if it has none.
+    """
+
+    x: str
+    note: list[object]
 
 
 class LiveFigure(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -55,7 +67,7 @@ class LiveFigure(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no ty
         drawn = {"application/vnd.plotly.v1+json": json.loads(figure.to_json()), "text/plain": "a plot"}
         self._plain.outputs = ({"output_type": "display_data", "data": drawn, "metadata": {}},)
 
-    def on_click(self, handler: Callable[[str], None]) -> None:
-        """Calls `handler` with the x value of a point that is clicked; a plain figure cannot tell."""
+    def on_click(self, handler: Callable[[Click], None]) -> None:
+        """Calls `handler` with a point that is clicked; a plain figure cannot tell."""
         if self.plot is not None:
-            self.plot.on_click(handler)
+            self.plot.on_click(lambda x, note: handler(Click(x, note)))

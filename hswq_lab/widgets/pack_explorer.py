@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import ipywidgets
 
 from hswq_lab.plots import contents_figure, detail_figure, style
+from hswq_lab.plots.detail import closeness_text
 from hswq_lab.widgets import markup
+from hswq_lab.widgets.file_picker import FilePicker
 from hswq_lab.widgets.live_figure import LiveFigure
-from hswq_lab.widgets.pack_state import ORDERS, PackState, files_nearby
+from hswq_lab.widgets.pack_state import ORDERS, PackState
 from hswq_lab.widgets.panel import Panel
 
 if TYPE_CHECKING:
@@ -33,16 +35,24 @@ class PackExplorer(Panel):
         self._given_source = source
         shown = str(what) if isinstance(what, str | Path) else ""
         wide = {"width": "480px"}
-        self.path = ipywidgets.Combobox(
-            value=shown, options=files_nearby(Path.cwd()), description="file", layout=wide,
-            placeholder="a path, or choose from the list", continuous_update=False,
-        )  # fmt: skip
+        self.path = ipywidgets.Text(
+            value=shown,
+            description="file",
+            layout=wide,
+            placeholder="a path, or Browse",
+            continuous_update=False,
+        )
         self.source = ipywidgets.Text(
             description="source",
             layout=wide,
             placeholder="16-bit original (optional)" if source is None else "as given",
         )
         self.open_button = ipywidgets.Button(description="Open", icon="folder-open", button_style="primary")
+        self.browse_button = ipywidgets.ToggleButton(
+            description="Browse", tooltip="look for a file in folders"
+        )
+        self.picker = FilePicker(Path.cwd(), self._picked)
+        self.picker.layout.display = "none"
         self.filter = ipywidgets.Text(
             description="filter", placeholder="*.attention.* or a word", continuous_update=False
         )
@@ -52,8 +62,8 @@ class PackExplorer(Panel):
         )
         self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "340px"})
         self.detail = ipywidgets.HTML(layout={"width": "330px"})
-        self.figure = LiveFigure(style.placeholder("choose a layer", height=400))
-        self.map = LiveFigure(style.placeholder("open a file", height=300))
+        self.figure = LiveFigure(style.placeholder("choose a layer"))
+        self.map = LiveFigure(style.placeholder("open a file"))
         self.table, self.findings, self.metadata = (ipywidgets.HTML() for _ in range(3))
         self.check_button = ipywidgets.Button(description="Check the whole file", layout={"width": "180px"})
         views = {
@@ -66,7 +76,8 @@ class PackExplorer(Panel):
         self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views))
         self._detail: LayerDetail | None = None
         body = [
-            ipywidgets.HBox([self.path, self.open_button]),
+            ipywidgets.HBox([self.path, self.open_button, self.browse_button]),
+            self.picker,
             self.source,
             ipywidgets.HBox([self.filter, self.order, self.descending]),
             self.tabs,
@@ -75,6 +86,8 @@ class PackExplorer(Panel):
                          css_class="hswq-pack")  # fmt: skip
         self.open_button.on_click(self.guarded(lambda _: self.load(self.path.value)))
         self.check_button.on_click(self.guarded(lambda _: self.start(self.state.check, self._show_findings)))
+        self.browse_button.observe(self.guarded(lambda _: self._browse()), names="value")
+        self.picker.enter_button.on_click(self.guarded(lambda _: self.picker.enter()))
         for control in (self.filter, self.order, self.descending):
             control.observe(self.guarded(lambda _: self._list()), names="value")
         self.layers.observe(self.guarded(self._choose), names="value")
@@ -85,6 +98,12 @@ class PackExplorer(Panel):
         """Opens something else, with the source that the panel names."""
         source = self.source.value.strip() or self._given_source
         self.start(lambda progress: self.state.open(what, source, progress), self._opened)
+
+    def _browse(self) -> None:
+        self.picker.layout.display = "" if self.browse_button.value else "none"
+
+    def _picked(self, path: Path) -> None:
+        self.path.value = str(path)
 
     def result(self) -> InspectReport | LayerDetail | None:
         """The layer that is shown on the first tab, else the file."""
@@ -118,7 +137,7 @@ class PackExplorer(Panel):
         names = self.state.matrices(rows)
         kept = self.layers.value if self.layers.value in names else None
         self.layers.options = names
-        self.layers.value = kept or (names[0] if names else None)
+        self.layers.value = kept or self.state.first_to_show(rows)
         self.say(f"{len(rows)} of {len(self.state.report.rows) if self.state.report else 0} names")
 
     def _choose(self, _change: object) -> None:
@@ -134,9 +153,10 @@ class PackExplorer(Panel):
             "shape": " × ".join(map(str, detail.shape)),
             "rotation": detail.group or "none",
             "bytes": f"{detail.nbytes:,} ({detail.bits:.2f} bits a weight)",
-            "to the source": "no source" if detail.sqnr_db is None else f"{detail.sqnr_db:.2f} dB",
+            "closeness": closeness_text(detail),
             **{f"tails, {tails.basis}": f"block crest {tails.block_crest:.3f}" for tails in detail.tails},
             "marker": json.dumps(detail.marker) if detail.marker else "none",
+            "findings": self.state.findings_of(detail.name),
         }
         self.detail.value = markup.facts(facts)
 
@@ -144,3 +164,5 @@ class PackExplorer(Panel):
         cells = [(f.severity, f.rule, f.tensor or "", f.problem, f.fix or "") for f in report.findings]
         listed = markup.table(["severity", "rule", "tensor", "problem", "to do"], cells) if cells else ""
         self.findings.value = markup.banner(str(report).splitlines()[-1], good=report.ok) + listed
+        if self._detail is not None:
+            self._show_detail(self._detail)

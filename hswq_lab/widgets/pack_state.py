@@ -25,6 +25,7 @@ class PackState:
     Attributes:
         checkpoint: None until something is opened.
         report: what is in it.
+        checked: what `check` found in it; None until it was asked.
         source: 16-bit weights to compare with, if any.
     """
 
@@ -32,6 +33,7 @@ class PackState:
         self.checkpoint: Checkpoint | None = None
         self.source: Checkpoint | None = None
         self.report: InspectReport | None = None
+        self.checked: CheckReport | None = None
 
     def open(self, what: Anything, source: Anything | None, progress: Progress) -> InspectReport:
         """Opens a path, a Checkpoint or a Model, and its source; keeps the old one if that fails."""
@@ -41,7 +43,7 @@ class PackState:
         progress(1, 2, "reading scales")
         report = inspect(checkpoint)
         progress(2, 2, "opened")
-        self.checkpoint, self.source, self.report = checkpoint, other, report
+        self.checkpoint, self.source, self.report, self.checked = checkpoint, other, report, None
         return report
 
     def rows(self, pattern: str = "", order: str = "file", *, descending: bool = False) -> list[InspectRow]:
@@ -66,6 +68,12 @@ class PackState:
         """The names among rows that have a detail."""
         return [row.name for row in rows if len(row.shape) == 2]
 
+    def first_to_show(self, rows: list[InspectRow]) -> str | None:
+        """The first packed layer among rows, which has more to show than a 16-bit one; else the first matrix."""
+        names = self.matrices(rows)
+        packed = {row.name for row in rows if row.format != "16-bit"}
+        return next((name for name in names if name in packed), names[0] if names else None)
+
     def detail(self, name: str, progress: Progress) -> LayerDetail:
         """One layer; compared with the source if there is one that has it."""
         checkpoint = self._opened()
@@ -80,17 +88,20 @@ class PackState:
         checkpoint = self._opened()
         if checkpoint.path is None:
             raise HswqError("only a file can be checked", fix="save it first, then open the file")
-        return check(checkpoint.path, self.source, progress=progress)
+        self.checked = check(checkpoint.path, self.source, progress=progress)
+        return self.checked
+
+    def findings_of(self, name: str) -> str:
+        """What the check said of a layer's own tensors, in words."""
+        if self.checked is None:
+            return "not checked yet (tab “findings”)"
+        layer = f"{name.removesuffix('.weight')}."
+        mine = [
+            f"{f.severity}: {f.problem}" for f in self.checked.findings if (f.tensor or "").startswith(layer)
+        ]
+        return "; ".join(mine) or "none"
 
     def _opened(self) -> Checkpoint:
         if self.checkpoint is None:
             raise HswqError("nothing is open", fix="choose a file and press Open")
         return self.checkpoint
-
-
-def files_nearby(folder: Path) -> list[str]:
-    """Checkpoints in a folder and two levels below, for a picker."""
-    found: list[Path] = []
-    for pattern in ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors"):
-        found += folder.glob(pattern)
-    return sorted(str(path.relative_to(folder)) for path in found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
@@ -48,18 +48,18 @@ class Plot(anywidget.AnyWidget):
 
     def __init__(self, figure: go.Figure) -> None:
         super().__init__(source=plotly_source(), figure=json.loads(figure.to_json()))
-        self._handlers: list[Callable[[str], None]] = []
+        self._handlers: list[Callable[[str, list[object]], None]] = []
         self.on_msg(self._received)
 
     def show(self, figure: go.Figure) -> None:
         """Shows another figure in the same place; from any thread."""
         self.figure = json.loads(figure.to_json())
 
-    def on_click(self, handler: Callable[[str], None]) -> None:
-        """Calls `handler` with the x value of a point that is clicked."""
+    def on_click(self, handler: Callable[[str, list[object]], None]) -> None:
+        """Calls `handler` with the x value and the customdata of a point that is clicked."""
         self._handlers.append(handler)
 
-    def _received(self, _widget: object, content: dict[str, str], _buffers: object) -> None:
+    def _received(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
         if content.get("event") == "click":
             for handler in self._handlers:
-                handler(content["x"])
+                handler(content["x"], content["note"])

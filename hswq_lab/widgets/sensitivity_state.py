@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,14 +29,12 @@ class Forecast:
         bits: mean bits a weight.
         nbytes: of the Linears.
         predicted: mean final cosine if the layers' errors were independent.
-        measured: mean final cosine of exactly this number of NVFP4 layers, if it was measured.
     """
 
     nvfp4: int
     bits: float
     nbytes: int
     predicted: float
-    measured: float | None
 
 
 class SensitivityState:
@@ -61,6 +60,7 @@ class SensitivityState:
         self.model = model
         self.report = report
         self.measured: ParetoReport | None = None
+        self._forecasts: list[Forecast] | None = None
         self._steps, self._seeds, self._executor = steps, seeds, executor
 
     def measure_impacts(self, seeds: int, steps: int, progress: Progress) -> ImpactReport:
@@ -74,7 +74,7 @@ class SensitivityState:
             executor=self._executor,
             progress=progress,
         )
-        self.report = report
+        self.report, self._forecasts = report, None
         return report
 
     def plan(self, nvfp4: int) -> Plan:
@@ -87,26 +87,37 @@ class SensitivityState:
         Raises:
             HswqError: no plan is that small.
         """
-        layers = self._measured_report().layers
-        sizes = [self.plan(nvfp4).nbytes(layers) for nvfp4 in range(len(layers) + 1)]
+        sizes = [forecast.nbytes for forecast in self.forecasts()]
         for nvfp4, size in enumerate(sizes):
             if size <= budget:
                 return nvfp4
         raise HswqError(
-            "no plan is that small", found=f"{budget:,} bytes", expected=f"at least {min(sizes):,}"
+            "no plan is that small",
+            found=f"{budget / 2**20:.2f} MiB",
+            expected=f"at least {min(sizes) / 2**20:.2f} MiB",
+            fix="give the Linears more room",
         )
+
+    def forecasts(self) -> list[Forecast]:
+        """What every number of NVFP4 layers would be, from none to all; computed once for a report."""
+        report = self._measured_report()
+        if self._forecasts is None:
+            self._forecasts = [self._forecast(report, nvfp4) for nvfp4 in range(len(report.layers) + 1)]
+        return self._forecasts
 
     def forecast(self, nvfp4: int) -> Forecast:
         """What the plan with so many NVFP4 layers would be."""
-        report, plan = self._measured_report(), self.plan(nvfp4)
+        return self.forecasts()[nvfp4]
+
+    def measured_cos(self, nvfp4: int) -> float | None:
+        """Mean final cosine of exactly this number of NVFP4 layers, if it was measured."""
         points = [] if self.measured is None else self.measured.points
-        known = [point.mean for point in points if point.nvfp4 == nvfp4]
+        return next((point.mean for point in points if point.nvfp4 == nvfp4), None)
+
+    def _forecast(self, report: ImpactReport, nvfp4: int) -> Forecast:
+        plan = report.plan(nvfp4=nvfp4)
         return Forecast(
-            nvfp4=nvfp4,
-            bits=plan.bits(report.layers),
-            nbytes=plan.nbytes(report.layers),
-            predicted=report.predicted_cos(plan),
-            measured=known[-1] if known else None,
+            nvfp4, plan.bits(report.layers), plan.nbytes(report.layers), report.predicted_cos(plan)
         )
 
     def measure_plan(self, nvfp4: int, progress: Progress) -> ParetoReport:
@@ -143,3 +154,18 @@ class SensitivityState:
         if self.report is None:
             raise HswqError("the impacts were not measured yet", fix="press Measure impacts")
         return self.report
+
+
+def parse_mib(text: str) -> int:
+    """A size as people type it, in MiB → bytes.
+
+    Raises:
+        HswqError: no number, or none above zero.
+    """
+    try:
+        size = float(text.replace(",", "."))
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise HswqError("this is no size", found=text, expected="MiB of all Linears, for example 8.5")
+    return round(size * 2**20)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hswq_lab.model import Model
+    from hswq_lab.widgets.live_figure import Click
 
 _NOTE = (
     "Choose a seed (the worst is first) and a step, or click into a curve. The pictures show x0, the clean picture "
@@ -71,7 +72,7 @@ class TrajectoryViewer(Panel):
             min=0, max=0, description="step", continuous_update=False, layout={"width": "560px"}
         )
         self.pictures = ipywidgets.HTML()
-        self.figure = LiveFigure(style.new_figure("the curves come here", height=640))
+        self.figure = LiveFigure(style.placeholder("the curves come here"))
         self.view = ipywidgets.VBox([self.seed, self.step, self.pictures, self.figure])
         self.view.layout.display = "none"
         super().__init__(
@@ -130,8 +131,12 @@ class TrajectoryViewer(Panel):
         else:
             self._look()
 
-    def _go_to(self, x: str) -> None:
-        self.step.value = int(float(x))
+    def _go_to(self, point: Click) -> None:
+        """A click into a curve chooses its seed (the median has none) and the step."""
+        seeds = {str(seed): seed for seed in self.state.report.seeds} if self.state.report else {}
+        if point.note and str(point.note[0]) in seeds:
+            self.seed.value = seeds[str(point.note[0])]
+        self.step.value = int(float(point.x))
 
     def _look(self) -> None:
         report, seed, step = self.state.report, self.seed.value, int(self.step.value)
