@@ -7,14 +7,15 @@ STAMP := $(VENV)/.installed
 TORCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lab docs fuzz bench format clean
+.PHONY: help venv demo test lab docs fuzz sanitize bench format clean
 
 help:
 	@echo "make demo    the whole path on the small model, into out/demo"
 	@echo "make test    lint, types and every test"
 	@echo "make lab     JupyterLab on the notebooks (loopback, token)"
 	@echo "make docs    every notebook in full, as pages in docs/ that open offline"
-	@echo "make bench   CPU kernel benchmark; make fuzz, format, clean, venv"
+	@echo "make fuzz    long campaigns of damaged files and random lives; make sanitize: kernels under ASan and UBSan"
+	@echo "make bench   CPU kernel benchmark; make format, clean, venv"
 
 venv: $(STAMP)
 
@@ -43,8 +44,22 @@ lab: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/build_docs.py
 
+# Long campaigns: damaged files, random lives, and minutes of coverage-guided fuzzing where atheris is installed.
 fuzz: $(STAMP)
-	HSWQ_FUZZ=4000 $(BIN)/python -m pytest -q tests/test_checkpoint_fuzz.py
+	HSWQ_FUZZ=4000 $(BIN)/python -m pytest -q -n auto tests/test_checkpoint_fuzz.py tests/test_hostile_inputs.py
+	HSWQ_FUZZ=100 $(BIN)/python -m pytest -q --timeout 3600 tests/test_lifecycle.py
+	mkdir -p build/fuzz
+	if $(BIN)/python -c "import atheris" 2>/dev/null; then cd build/fuzz && ../../$(BIN)/python ../../tools/fuzz_coverage.py -max_total_time=600 corpus; else echo "coverage-guided part left out: pip install atheris"; fi
+
+# The CPU extension under AddressSanitizer and UBSan, on the kernels' tests and the damaged files.
+SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer
+sanitize: $(STAMP)
+	rm -rf build/sanitized && mkdir -p build/sanitized
+	cp -r hswq_lab tests tools pyproject.toml build/sanitized && rm -f build/sanitized/hswq_lab/_C*.so
+	CXX="g++ $(SANITIZERS)" HSWQ_LAB_CUDA=0 HSWQ_LAB_REQUIRE_CPU=1 $(BIN)/python setup.py -q build_ext --build-lib build/sanitized
+	cd build/sanitized && PYTHONPATH=$$PWD ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ../../$(BIN)/python -m pytest -q -s -x -n 0 --timeout 3600 tests/test_ops.py tests/test_checkpoint_fuzz.py tests/test_hostile_inputs.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_kernels.py
