@@ -58,8 +58,9 @@ int64_t scales_bytes(int64_t rows, int64_t cols) {
 // Zeros in what no kernel writes: scales beyond the matrix, and rows of codes.
 void clear_padding(int64_t rows, int64_t cols, uint8_t* codes, uint8_t* scales) {
     const int64_t bytes = ceil_to(cols, 16) / 2;
-    std::memset(scales, 0, std::size_t(scales_bytes(rows, cols)));
-    std::memset(codes + rows * bytes, 0, std::size_t((ceil_to(rows, 16) - rows) * bytes));
+    // Not memset: an empty matrix has no address, and memset may not be given none.
+    std::fill_n(scales, scales_bytes(rows, cols), uint8_t{0});
+    std::fill_n(codes + rows * bytes, (ceil_to(rows, 16) - rows) * bytes, uint8_t{0});
 }
 
 template <class F>
@@ -221,7 +222,7 @@ Status change_sums(int threads, ChangeJob job, double* totals) {
 }
 
 Status swizzle(const uint8_t* linear, int64_t rows, int64_t cols, uint8_t* swizzled) {
-    std::memset(swizzled, 0, std::size_t(ceil_to(rows, 128) * ceil_to(cols, 4)));
+    std::fill_n(swizzled, ceil_to(rows, 128) * ceil_to(cols, 4), uint8_t{0});
     const int64_t tiles = (cols + 3) / 4;
     for (int64_t r = 0; r < rows; ++r) {
         uint8_t* at = swizzled + (r / 128) * tiles * 512 + (r % 32) * 16 + (r % 128) / 32 * 4;
