@@ -166,6 +166,14 @@ def test_ranks_in_a_plan():
             Plan({"a": wrong})
 
 
+def test_an_option_that_is_larger_and_worse_is_never_chosen():
+    """A small layer's NVFP4 scales are padded to 128 rows: with a basis it outgrows INT8."""
+    small = [Option("int8", 90, 0.0), Option("nvfp4", 80, 0.5), Option("nvfp4+r32", 100, 0.4)]
+    other = [Option("int8", 200, 0.0), Option("nvfp4", 110, 0.1)]
+    for limit in range(200, 320, 10):
+        assert within_budget({"small": small, "other": other}, limit)["small"] == "int8"
+
+
 def test_a_budget_buys_a_basis_where_that_is_the_best_use_of_bytes():
     impact = report({"a": 1e-2, "b": 1e-3})
     ranked = [LayerImpact(layer, "nvfp4+r4", 64, 64, [x] * 2) for layer, x in (("a", 1e-3), ("b", 5e-4))]

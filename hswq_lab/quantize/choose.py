@@ -79,7 +79,7 @@ def within_budget(options: Options, limit: int) -> dict[str, str]:
     if total > limit:
         raise HswqError("no plan is that small", found=f"{limit} bytes", expected=f"at least {total} bytes")
     for step in sorted(taken, key=lambda step: step.price, reverse=True):
-        if total + step.saving <= limit and chosen[step.layer] is step.after:
+        if step.price > 0 and total + step.saving <= limit and chosen[step.layer] is step.after:
             total += step.saving
             chosen[step.layer] = step.before
     return {layer: option.format for layer, option in chosen.items()}
