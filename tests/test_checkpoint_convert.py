@@ -164,6 +164,7 @@ def test_comfy_gets_unrotated_nvfp4_and_the_cost_is_stated(tmp_path, with_source
         assert written["n.weight"].same_bits(fresh)
         assert rows["n.weight"].source_after_db > 18
     assert "lost their input_scale" in str(report)
+    assert ("SQNR to the source: mean" in str(report)) == with_source
     assert len(report.to_frame()) == 3
 
 

@@ -132,6 +132,8 @@ def test_parts_in_and_parts_out(model_file, plan_file, tmp_path, capsys):
     assert "truncated" in told
     assert parts[0].name in told
     assert not (tmp_path / "third.safetensors").exists()
+    assert main(["check", str(index)]) == 1
+    assert f"{parts[0].name}: truncated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,11 @@ def check(
     try:
         checker = _Checker(where, reading, origin)
     except HswqError as error:
-        return CheckReport(str(path), told, [from_error(error, "file")], [], LayoutReport([]))
+        finding = from_error(error, "file")
+        part = Path(error.file).name if error.file is not None else where.name
+        if part != where.name:  # one of several: which one is the point
+            finding = replace(finding, problem=f"{part}: {finding.problem}")
+        return CheckReport(str(path), told, [finding], [], LayoutReport([]))
     checker.run(progress or silent)
     findings = checker.findings + judge(LayoutReport(checker.layouts))
     order = {"error": 0, "warning": 1, "info": 2}

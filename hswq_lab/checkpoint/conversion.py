@@ -93,6 +93,17 @@ class ConvertReport(Result):
             lines.append(
                 f"SQNR to the old weights: mean {mean:.2f} dB, worst {worst.sqnr_db:.2f} dB ({worst.layer})"
             )
+        known = [
+            row for row in changed if row.source_before_db is not None and row.source_after_db is not None
+        ]
+        if known:
+            before, after = (
+                sum(values) / len(known)
+                for values in zip(
+                    *((row.source_before_db, row.source_after_db) for row in known), strict=True
+                )
+            )
+            lines.append(f"SQNR to the source: mean {before:.2f} dB before, {after:.2f} dB now")
         lost = sum(bool(row.lost) for row in self.rows)
         if lost:
             lines.append(
