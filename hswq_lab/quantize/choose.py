@@ -71,7 +71,7 @@ def within_budget(options: Options, limit: int) -> dict[str, str]:
     total = sum(option.nbytes for option in chosen.values())
     taken = []
     for step in _by_price(options):
-        if total <= limit:
+        if total <= limit and step.price > 0:
             break
         total -= step.saving
         chosen[step.layer] = step.after
