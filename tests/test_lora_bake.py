@@ -256,6 +256,7 @@ def test_the_price_of_a_bake_in_place_is_noted_with_what_has_none():
     assert BakeReport([in_place]).summary()["growth"][1] == in_place.growth
     assert 1.5 < in_place.growth < 1.8
     assert from_source.growth == pytest.approx(1, abs=0.02)
+    assert BakeReport([from_source]).summary()["growth"][1] == from_source.growth
     assert BakeReport([from_source]).notes == BakeReport([bake_in_place(pack, delta, NAME)[1]]).notes == []
 
 

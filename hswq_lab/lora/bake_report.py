@@ -11,7 +11,7 @@ from hswq_lab.results import Result
 
 if TYPE_CHECKING:
     from hswq_lab.effect import EffectReport
-    from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict
+    from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict, Way
 
 _NOTED_GROWTH = 1.1
 
@@ -127,7 +127,7 @@ class BakeReport(Result):
             f"baking in place made the error to the source {growth:.2f} times what it was on {kind.kind} layers, the "
             "price of rounding by chance, which keeps small deltas; a branch or bake_from_source makes it no larger"
             for kind in self.kinds
-            if (growth := self._growth(kind.kind)) is not None and growth > _NOTED_GROWTH
+            if (growth := self._growth(kind.kind, ("bake",))) is not None and growth > _NOTED_GROWTH
         ]
         notes += [
             f"DoRA's norms on {count} layers come from the {origin}"
@@ -136,9 +136,9 @@ class BakeReport(Result):
         ]
         return notes
 
-    def _growth(self, kind: Kind) -> float | None:
-        """The mean growth of the error to the source by bakes in place; None without a source or without bakes."""
-        rows = [row for row in self.rows if row.kind == kind and row.way == "bake"]
+    def _growth(self, kind: Kind, ways: tuple[Way, ...]) -> float | None:
+        """The mean growth of the error to the source; None without a source or without bakes of these ways."""
+        rows = [row for row in self.rows if row.kind == kind and row.way in ways]
         found = [row.growth for row in rows if row.growth is not None]
         return sum(found) / len(found) if found else None
 
@@ -150,7 +150,7 @@ class BakeReport(Result):
             energy = sum(row.delta_norm**2 for row in rows)
             share = sum((row.retained or 0.0) * row.delta_norm**2 for row in rows)
             warned = sum(bool(row.warning) for row in rows)
-            means = {"retained": share / energy if energy else None, "growth": self._growth(kind.kind)}
+            means = {"retained": share / energy if energy else None, "growth": self._growth(kind.kind, ("bake", "bake_from_source"))}
             frames.append({**vars(kind), "verdict": kind.verdict, **means, "warned": warned})
         return pd.DataFrame(frames)
 
