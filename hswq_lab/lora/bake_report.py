@@ -150,7 +150,8 @@ class BakeReport(Result):
             energy = sum(row.delta_norm**2 for row in rows)
             share = sum((row.retained or 0.0) * row.delta_norm**2 for row in rows)
             warned = sum(bool(row.warning) for row in rows)
-            means = {"retained": share / energy if energy else None, "growth": self._growth(kind.kind, ("bake", "bake_from_source"))}
+            growth = self._growth(kind.kind, ("bake", "bake_from_source"))
+            means = {"retained": share / energy if energy else None, "growth": growth}
             frames.append({**vars(kind), "verdict": kind.verdict, **means, "warned": warned})
         return pd.DataFrame(frames)
 
