@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import zlib
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +21,7 @@ from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.cli import common, files, main
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.loading import MODEL_KEY
+from hswq_lab.owned import temporary_folder
 
 VERBS = [
     "inspect",
@@ -460,3 +463,18 @@ def test_every_verb_that_computes_takes_threads_and_one_is_the_default(verb, pac
     with pytest.raises(SystemExit):
         main([*arguments, "--threads", "0"])
     assert "from 1 on" in capsys.readouterr().err
+
+
+def test_any_run_removes_what_a_dead_one_left_in_the_temporary_folder(pack_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "hswq-spill-dead", tmp_path / "somebody-else"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "unsaved.safetensors").write_text("bytes")
+    mine, handle = temporary_folder()
+    try:
+        left.mkdir(exist_ok=True)
+        assert main(["inspect", pack_file]) == 0
+        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+    finally:
+        os.close(handle)
