@@ -8,6 +8,7 @@ from typing import TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hswq_lab import packing
 from hswq_lab.errors import HswqError
@@ -54,14 +55,22 @@ def change_of(
     if len(low_rank) < len(parts):
         return Change(total_delta(deltas, weight(), norms_of))
     n, k = value.shape
-    left = torch.zeros(n, sum(part.down.shape[0] for part, _ in low_rank), device=value.device)
-    column = 0
-    for part, factor in low_rank:
-        rank = part.down.shape[0]
-        left[part.start : part.stop, column : column + rank] = part.up.float() * factor
-        column += rank
-    down = torch.cat([torch.zeros(0, k, device=value.device), *(part.down.float() for part, _ in low_rank)])
-    used = down.any(dim=1)  # a factor of zeros touches no row
+    if not low_rank:
+        return Change(torch.zeros(n, 0, device=value.device), torch.zeros(0, k, device=value.device))
+    left = [_in_rows(part, n) for part, _ in low_rank]
+    down = [part.down.float() * factor for part, factor in low_rank]
+    return _without_zeros(left[0] if len(left) == 1 else torch.cat(left, dim=1), torch.cat(down))
+
+
+def _in_rows(part: LowRank, n: int) -> Tensor:
+    """The up factor with zeros in the rows of other parts, fp32 [n, r]."""
+    up = part.up.float()
+    return up if part.stop - part.start == n else functional.pad(up, (0, 0, part.start, n - part.stop))
+
+
+def _without_zeros(left: Tensor, down: Tensor) -> Change:
+    """Factors of zeros left out: they touch no row."""
+    used = down.any(dim=1)
     return Change(left, down) if used.all() else Change(left[:, used].contiguous(), down[used])
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Weight: TypeAlias = Tensor | PackedWeight
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 512  # rows that are worked on at a time where the kernels do not
+_ROWS = 512  # rows that are worked on at a time where the kernels do not; on a card all at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class Change:
         return (self.left.amax(dim=1) != 0) | (self.left.amin(dim=1) != 0)
 
     def any(self) -> bool:
-        """Whether any row is changed."""
-        return bool(self.left.any())
+        """False where no row can be changed."""
+        return self.left.shape[1] > 0 if self.down is not None else bool(self.left.any())
 
     def added_to(self, weight: Tensor) -> Tensor:
         """W + ΔW, fp32 [N, K], for a weight in fp32."""
@@ -57,7 +57,7 @@ class Change:
         if self.down is None:
             return self.left
         total = torch.zeros(self.left.shape[0], self.down.shape[1], device=self.left.device)
-        for rows in _chunks(total.shape[0]):
+        for rows in _chunks(total):
             for rank, row in enumerate(self.down):
                 total[rows] += self.left[rows, rank, None] * row
         return total
@@ -150,7 +150,7 @@ def change_sums(before: Weight, after: Weight, change: Change, source: Tensor | 
         return Sums(*_cpu_bake.change_sums(old, new, change.left, change.down, source))
     total = torch.zeros(len(fields(Sums)), dtype=torch.float64, device=change.left.device)
     old, new, delta, touched = unpacked(before), unpacked(after), change.dense(), change.touched
-    for rows in _chunks(old.shape[0]):
+    for rows in _chunks(old):
         own = None if source is None else source[rows].float()
         total += _sums_of(old[rows], new[rows], delta[rows], touched[rows], own, group)
     return Sums(*total.tolist())
@@ -200,5 +200,7 @@ def _readable(value: Weight) -> Weight:
     return value if isinstance(value, (Nvfp4Weight, Int8Weight)) else unpacked(value)
 
 
-def _chunks(rows: int) -> Iterator[slice]:
-    return (slice(start, start + _ROWS) for start in range(0, rows, _ROWS))
+def _chunks(matrix: Tensor) -> Iterator[slice]:
+    rows = matrix.shape[0]
+    step = _ROWS if matrix.device.type == "cpu" else max(rows, 1)
+    return (slice(start, start + step) for start in range(0, rows, step))

@@ -8,6 +8,7 @@ from torch import Tensor
 from hswq_lab.formats.philox import uniform
 
 _ROWS = 256  # rows rounded at a time: bounds the memory for random bits
+_CARD_ROWS = 4096  # likewise, where many small launches cost more
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
@@ -27,8 +28,9 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     if dtype == torch.float32:
         return x
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
-    for start in range(0, x.shape[0], _ROWS):
-        rows = slice(start, min(start + _ROWS, x.shape[0]))
+    step = _ROWS if x.device.type == "cpu" else _CARD_ROWS
+    for start in range(0, x.shape[0], step):
+        rows = slice(start, min(start + step, x.shape[0]))
         result[rows] = _round(x[rows], dtype, uniform(seed, rows, x.shape[1], x.device))
     return result
 
