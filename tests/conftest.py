@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.cli import main
+from hswq_lab.loading import MODEL_KEY
 from hswq_lab.model import Model
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.mini import LinearCodec, encode_text
@@ -145,3 +148,40 @@ def make_run(tiny_companion):
         return replace(run, **fields)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model_file(tmp_path_factory, tiny_tensors):
+    """A tiny 16-bit model that uses the mini model's text encoder, codec and prompts."""
+    return str(
+        write(
+            tmp_path_factory.mktemp("model") / "tiny.safetensors",
+            tiny_tensors.items(),
+            {MODEL_KEY: "mini-zimage"},
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def pack_file(tmp_path_factory, model_file):
+    """Packed and calibrated by the command itself."""
+    folder = tmp_path_factory.mktemp("pack")
+    packed, calibrated = str(folder / "packed.safetensors"), str(folder / "calibrated.safetensors")
+    kept = ["--keep", "final_layer*=int8", "--scales", "rtn"]
+    assert main(["pack", model_file, "-o", packed, "--all", "nvfp4", *kept]) == 0
+    assert main(["calibrate", packed, "-o", calibrated, "--model", model_file, "--steps", "1"]) == 0
+    return calibrated
+
+
+@pytest.fixture(scope="session")
+def lora_file(tmp_path_factory):
+    """A rank-2 LoRA on one layer of the tiny model, ΔW large beside the rounding."""
+    generator = torch.Generator().manual_seed(3)
+    name = "transformer.layers.0.feed_forward.w1"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(2, 64, generator=generator),
+        f"{name}.lora_B.weight": torch.randn(128, 2, generator=generator) * 0.3,
+    }
+    path = tmp_path_factory.mktemp("lora") / "style.safetensors"
+    save_file(tensors, path)
+    return str(path)

@@ -6,9 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from hswq_lab.checkpoint import Checkpoint, data_file, write
 from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.formats import PackedWeight
-from hswq_lab.partial import write_whole
 
 
 def same(a, b):
@@ -285,55 +281,6 @@ def test_targets_that_cannot_be(tmp_path):
         write(tmp_path, pack().items())
     with pytest.raises(HswqError, match="folder does not exist"):
         write(tmp_path / "no" / "x.safetensors", pack().items())
-
-
-KILLED = """
-import sys, time, torch
-from hswq_lab.checkpoint import data_file, write
-data_file.HOLD_BYTES = 0
-def items():
-    yield "a", torch.zeros(1000)
-    print("started", flush=True)
-    time.sleep(60)
-write(sys.argv[1], items())
-"""
-
-
-def test_a_killed_run_leaves_no_target_a_second_is_refused_meanwhile_and_then_starts_clean(tmp_path):
-    target = tmp_path / "x.safetensors"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"started\n"
-        with pytest.raises(HswqError, match="another run is writing"):
-            write(target, pack().items())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert not target.exists()
-    time.sleep(0.05)
-    write(target, pack().items())
-    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
-    assert len(Checkpoint.open(target)) == len(pack())
-
-
-def test_what_a_killed_run_left_goes_with_the_next_whatever_its_target(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path / "x.safetensors")], stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout.readline() == b"started\n"
-        write(tmp_path / "y.safetensors", pack().items())
-        assert len(list(tmp_path.iterdir())) == 2, "what a living run is writing stays"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert len(list(tmp_path.iterdir())) == 2
-    mine = tmp_path / ".mine.partial"
-    mine.write_text("not ours")
-    write_whole(tmp_path / "z.json", b"{}")
-    assert {file.name for file in tmp_path.iterdir()} == {"y.safetensors", "z.json", mine.name}
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import zlib
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import hswq_lab as hl
 from hswq_lab import cli, session
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.cli import common, files, main
 from hswq_lab.errors import Cancelled, HswqError
-from hswq_lab.loading import MODEL_KEY
-from hswq_lab.owned import temporary_folder
 
 VERBS = [
     "inspect",
@@ -36,43 +30,6 @@ VERBS = [
     "diff",
 ]
 VERBS += ["doctor", "demo", "embed", "lab", "lora"]
-
-
-@pytest.fixture(scope="module")
-def model_file(tmp_path_factory, tiny_tensors):
-    """A tiny 16-bit model that uses the mini model's text encoder, codec and prompts."""
-    return str(
-        write(
-            tmp_path_factory.mktemp("model") / "tiny.safetensors",
-            tiny_tensors.items(),
-            {MODEL_KEY: "mini-zimage"},
-        )
-    )
-
-
-@pytest.fixture(scope="module")
-def pack_file(tmp_path_factory, model_file):
-    """Packed and calibrated by the command itself."""
-    folder = tmp_path_factory.mktemp("pack")
-    packed, calibrated = str(folder / "packed.safetensors"), str(folder / "calibrated.safetensors")
-    kept = ["--keep", "final_layer*=int8", "--scales", "rtn"]
-    assert main(["pack", model_file, "-o", packed, "--all", "nvfp4", *kept]) == 0
-    assert main(["calibrate", packed, "-o", calibrated, "--model", model_file, "--steps", "1"]) == 0
-    return calibrated
-
-
-@pytest.fixture(scope="module")
-def lora_file(tmp_path_factory):
-    """A rank-2 LoRA on one layer of the tiny model, ΔW large beside the rounding."""
-    generator = torch.Generator().manual_seed(3)
-    name = "transformer.layers.0.feed_forward.w1"
-    tensors = {
-        f"{name}.lora_A.weight": torch.randn(2, 64, generator=generator),
-        f"{name}.lora_B.weight": torch.randn(128, 2, generator=generator) * 0.3,
-    }
-    path = tmp_path_factory.mktemp("lora") / "style.safetensors"
-    save_file(tensors, path)
-    return str(path)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -235,72 +192,6 @@ def test_sensitivity_then_pack_by_its_result(model_file, tmp_path, capsys):
     assert formats.count("nvfp4") == 3
 
 
-def test_bake_writes_a_pack_that_has_the_lora_and_says_so(pack_file, lora_file, tmp_path, capsys):
-    out, evidence = tmp_path / "baked.safetensors", tmp_path / "e.json"
-    assert main(["bake", pack_file, f"{lora_file}:0.5", "-o", str(out), "--json", str(evidence)]) == 0
-    assert "nvfp4_baked=1" in capsys.readouterr().out
-    assert json.loads(evidence.read_text())["loras"] == ["style ×0.5 (bake)"]
-    baked = Checkpoint.open(out)
-    name = "layers.0.feed_forward.w1"
-    assert not baked[f"{name}.weight"].same_bits(Checkpoint.open(pack_file)[f"{name}.weight"])
-    (told,) = json.loads(baked.metadata["hswq.loras"])
-    assert (told["name"], told["strength"], told["how"]) == ("style", 0.5, "bake")
-    assert json.loads(baked.metadata["hswq.lora_seeds"]) == {name: zlib.crc32(name.encode())}
-
-
-def test_bake_takes_several_loras_and_a_source(pack_file, model_file, lora_file, tmp_path, capsys):
-    other = tmp_path / "other:1.safetensors"
-    values = {key: value.flip(0) for key, value in load_file(lora_file).items()}
-    save_file(values, other)
-    out = tmp_path / "baked.safetensors"
-    arguments = ["bake", pack_file, f"{lora_file}:0.8", str(other), "-o", str(out), "--source", model_file]
-    assert main(arguments) == 0
-    assert "nvfp4_baked=1" in capsys.readouterr().out
-    told = json.loads(Checkpoint.open(out).metadata["hswq.loras"])
-    assert [(item["name"], item["strength"], item["how"]) for item in told] == [
-        ("style", 0.8, "bake_from_source"),
-        ("other:1", 1.0, "bake_from_source"),
-    ]
-
-
-def test_a_baked_file_is_not_baked_again_unawares(pack_file, model_file, lora_file, tmp_path, capsys):
-    once, twice = tmp_path / "once.safetensors", tmp_path / "twice.safetensors"
-    assert main(["bake", pack_file, lora_file, "-o", str(once)]) == 0
-    capsys.readouterr()
-    again = ["bake", str(once), f"{lora_file}:0.5", "-o", str(twice)]
-    assert main(again) == 2
-    message = capsys.readouterr().err
-    assert "baked into this file already" in message
-    assert "style ×1 (bake)" in message
-    assert not twice.exists()
-    assert main([*again, "--source", model_file, "--allow-baked"]) == 2, "the source knows no earlier bake"
-    assert main([*again, "--allow-baked"]) == 0
-    told = json.loads(Checkpoint.open(twice).metadata["hswq.loras"])
-    assert [item["strength"] for item in told] == [1.0, 0.5]
-
-
-@pytest.mark.parametrize("lora", ["nowhere.safetensors", "{lora}:strong"])
-def test_a_lora_that_cannot_be_baked_leaves_nothing(pack_file, lora_file, tmp_path, lora, capsys):
-    out = tmp_path / "x.safetensors"
-    assert main(["bake", pack_file, lora.format(lora=lora_file), "-o", str(out)]) == 2
-    assert capsys.readouterr().err.startswith("hswq-lab: ")
-    assert not out.exists()
-
-
-def test_lora_convert_and_merge(model_file, lora_file, tmp_path, capsys):
-    kohya, merged = tmp_path / "kohya.safetensors", tmp_path / "merged.safetensors"
-    model = ["--model", model_file]
-    assert main(["lora", "convert", lora_file, "-o", str(kohya), "--to", "kohya", *model]) == 0
-    assert "lora_unet_layers_0_feed_forward_w1.lora_down.weight" in load_file(kohya)
-    assert (
-        main(["lora", "merge", f"{lora_file}:0.5", f"{kohya}:0.5", "-o", str(merged), "--rank", "2", *model])
-        == 0
-    )
-    assert "at rank 2: error 0.00%" in capsys.readouterr().out
-    one, both = (hl.load_lora(path).dense_deltas(hl.load(model_file)) for path in (lora_file, merged))
-    torch.testing.assert_close(both["layers.0.feed_forward.w1"], one["layers.0.feed_forward.w1"])
-
-
 def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_file, tmp_path, capsys):
     report = tmp_path / "report.json"
     arguments = ["compare", model_file, pack_file, "--modes", "parity,tc", "--seeds", "2", "--steps", "2"]
@@ -432,25 +323,6 @@ def test_a_bar_in_a_log_is_lines_and_says_how_long(capsys):
     assert capsys.readouterr().err.startswith("packing: done in ")
 
 
-def test_bake_asks_whether_it_can_write_before_any_work(pack_file, lora_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hswq_lab.cli.lora.load", lambda *_: pytest.fail("work was begun"))
-    bake = ["bake", pack_file, f"{lora_file}:0.5", "--force", "-o"]
-    folder = tmp_path / "folder.safetensors"
-    folder.mkdir()
-    link = tmp_path / "link.safetensors"
-    link.symlink_to(pack_file)
-    for out, message in [
-        (pack_file, "file that is being read"),
-        (str(link), "file that is being read"),
-        (lora_file, "file that is being read"),
-        (str(folder), "is a folder"),
-        (str(tmp_path / "nowhere" / "x.safetensors"), "folder does not exist"),
-        ("/proc/x.safetensors", "cannot be written to"),
-    ]:
-        assert main([*bake, str(out)]) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("verb", [["check", "{pack}"], ["diff", "{pack}", "{pack}"], ["inspect", "{pack}"]])
 def test_every_verb_that_computes_takes_threads_and_one_is_the_default(verb, pack_file, monkeypatch, capsys):
     """Small tensors on several threads wait for each other: a check of a toy took six times as long."""
@@ -463,18 +335,3 @@ def test_every_verb_that_computes_takes_threads_and_one_is_the_default(verb, pac
     with pytest.raises(SystemExit):
         main([*arguments, "--threads", "0"])
     assert "from 1 on" in capsys.readouterr().err
-
-
-def test_any_run_removes_what_a_dead_one_left_in_the_temporary_folder(pack_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, other = tmp_path / "hswq-spill-dead", tmp_path / "somebody-else"
-    for folder in (left, other):
-        folder.mkdir()
-        (folder / "unsaved.safetensors").write_text("bytes")
-    mine, handle = temporary_folder()
-    try:
-        left.mkdir(exist_ok=True)
-        assert main(["inspect", pack_file]) == 0
-        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
-    finally:
-        os.close(handle)

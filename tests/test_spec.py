@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,39 +83,6 @@ def test_an_unsaved_checkpoint_spills_once_and_goes_away_with_the_model(tiny_ten
     gc.collect()
     assert not file.exists()
     assert not file.parent.exists()
-
-
-KILLED = """
-import time
-from hswq_lab.owned import temporary_folder
-folder, handle = temporary_folder()
-(folder / "unsaved.safetensors").write_text("bytes")
-print(folder, flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_a_killed_run_spilled_goes_with_the_next_spill_and_not_before(
-    tiny_tensors, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
-    try:
-        left = Path(process.stdout.readline().strip())
-        assert left.parent == tmp_path
-        first = Checkpoint.from_mapping(tiny_tensors, {})
-        kept = Path(spec._file_of(first).path)
-        assert left.exists(), "its run is alive"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    second = Checkpoint.from_mapping(tiny_tensors, {"another": "one"})
-    spilled = Path(spec._file_of(second).path)
-    assert not left.exists()
-    assert kept.exists()
-    assert spilled.exists()
 
 
 def test_a_saved_checkpoint_is_named_not_copied(tiny_model, tiny_companion, tmp_path):
