@@ -71,6 +71,10 @@ def temporary_folder() -> tuple[Path, int | None]:
         # Another run may take it for a leftover before it is locked; then there is a next one.
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(folder, os.O_RDONLY)
-            if lock(handle) and folder.exists():
-                return folder, handle
+            try:
+                if lock(handle) and folder.exists():
+                    return folder, handle
+            except OSError:  # NFS locks no folders: nobody can take it for a leftover there, either
+                os.close(handle)
+                return folder, None
             os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hswq_lab import spec
+from hswq_lab import owned, spec
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.cli import main
 from hswq_lab.errors import HswqError
@@ -116,3 +117,16 @@ def test_any_run_removes_what_a_dead_one_left_in_the_temporary_folder(pack_file,
         assert sorted(tmp_path.iterdir()) == sorted([mine, other])
     finally:
         os.close(handle)
+
+
+def test_a_file_system_without_locks_loses_nothing_and_serves(tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.EBADF, "no locks on folders here")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(owned, "lock", refuse)
+    folder, handle = temporary_folder()
+    assert handle is None
+    again, _ = temporary_folder()
+    assert folder.exists()
+    assert again.exists()
