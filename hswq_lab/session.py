@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import tqdm as terminal
@@ -17,6 +18,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.loading import load
 from hswq_lab.model import Model
 from hswq_lab.modes import request_from_environment
+from hswq_lab.theme import theme
 from hswq_lab.vae import open_vae
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ def warn_once(text: str) -> None:
 def bar(title: str) -> Iterator[Progress]:
     """A progress bar with time left, as the `progress` of a call: in a notebook, a terminal, or a log."""
     if "ipykernel" in sys.modules:
+        shown = import_module("IPython.display")
+        shown.display(shown.HTML(theme()))  # figures beside the bar follow the notebook's theme by it
         yield from _painted(notebook.tqdm(desc=title, unit=""))
     elif sys.stderr.isatty():
         layout = "{l_bar}{bar}| {elapsed}<{remaining} {postfix}"

@@ -285,7 +285,8 @@ def test_stored_results_are_shown_and_compared(tmp_path):
     pictures().save(tmp_path / "h200_pictures.json")
     panel = GemmBench(results=str(tmp_path))
     assert panel.errors.value == ""
-    assert panel.shown.options == ("cpu", "h200")
+    assert panel.shown.options == ("cpu", "h200", "h200_pictures")
+    assert panel.shown.value == "cpu", "products first"
     panel.shown.value = "h200"
     assert "Card X" in panel.summary.value
     assert "20 ran in the reference: no &lt;compiler&gt;" in panel.summary.value
@@ -314,11 +315,28 @@ def test_whole_pictures_are_timed_with_their_hits(tiny_model, tiny_pack):
     panel.picture_button.click()
     assert panel.wait(SOON)
     assert panel.errors.value == ""
-    panel.tabs.selected_index = 3
+    assert panel.tabs.titles[panel.tabs.selected_index] == "picture"
     assert [each.model for each in panel.result().rows] == ["16 bit", "tc"]
     assert " tc" in panel.arithmetic.value
     panel.close()
     assert GemmBench().picture_button.disabled
+
+
+def test_pictures_timed_here_are_shown_beside_stored_products_of_another_machine(tiny_model):
+    panel = GemmBench({"16 bit": tiny_model}, {"h200": products(), "there": pictures()}, steps=1)
+    assert panel.shown.value == "h200"
+    there = panel.pictures.shown
+    panel.picture_button.click()
+    assert panel.wait(SOON)
+    assert panel.errors.value == ""
+    assert panel.shown.value == "this machine, pictures"
+    assert [each.model for each in panel.result().rows] == ["16 bit"]
+    assert panel.pictures.shown != there
+    assert (panel.left.value, panel.times.value) == ("", ""), "no products of this machine"
+    panel.shown.value = "h200"
+    assert panel.pictures.shown == there
+    assert "Card X" in panel.summary.value
+    panel.close()
 
 
 def test_every_control_has_a_name():

@@ -27,6 +27,8 @@ from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from plotly.offline import get_plotlyjs
 
+from hswq_lab.theme import theme
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,8 +68,10 @@ def executed(path: Path, *, fast: bool) -> NotebookNode:
 
 
 def offline(output: NotebookNode) -> NotebookNode | None:
-    """An output as a page without a kernel can show it; None for a progress bar."""
+    """An output as a page without a kernel can show it; None for a progress bar and its style sheet."""
     data = output.get("data", {})
+    if data.get("text/html") == theme():
+        return None
     if PLOTLY in data:
         shown = pio.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
         plot = pio.to_html(

@@ -15,16 +15,9 @@ function plotly(code) {
   return globalThis[SHARED];
 }
 
-// Keys pressed in a panel are the panel's: JupyterLab would take the arrows of a list to go to another cell.
-function ownKeys(panel) {
-  if (!panel || panel.dataset.ownKeys) return;
-  panel.dataset.ownKeys = "true";
-  panel.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
-}
-
 async function render({ model, el }) {
   const place = document.createElement("div");
-  place.setAttribute("role", "img");
+  place.setAttribute("role", "figure");
   place.style.width = "100%";
   el.appendChild(place);
   const source = await model.widget_manager.get_model(model.get("source").slice("IPY_MODEL_".length));
@@ -56,7 +49,6 @@ async function render({ model, el }) {
   const observer = new ResizeObserver(() => {
     if (place.clientWidth === width) return;
     width = place.clientWidth;
-    ownKeys(el.closest(".hswq-panel"));
     draw();
   });
   observer.observe(place);

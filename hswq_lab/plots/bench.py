@@ -69,7 +69,7 @@ def gemm_figure(report: GemmBench) -> go.Figure:
     figure.update_yaxes(title="TFLOP/s", col=1)
     figure.update_xaxes(title="N × K", row=lines)
     figure.update_layout(barmode="group", bargap=0.2, bargroupgap=0.05)
-    style.legend_below(figure)
+    style.legend_below(figure, offset=110 if columns > 1 else 64)  # narrow panels turn their tick labels
     return figure
 
 
@@ -104,7 +104,7 @@ def _roofline(rows: Sequence[GemmRow], report: GemmBench, *, show: bool) -> go.S
         legendgroup="roofline",
         showlegend=show,
         mode="markers",
-        marker={"symbol": "line-ew-open", "size": 44, "color": style.INK, "line": {"width": 2}},
+        marker={"symbol": "line-ew-open", "size": 30, "color": style.INK, "line": {"width": 2}},
         x=[_shape(row) for row in peers],
         y=style.numbers(row.tflops / row.of_roofline if row.of_roofline else None for row in peers),
         hovertemplate="at most %{y:.4g} TFLOP/s<extra></extra>",

@@ -24,7 +24,7 @@ def detail_figure(detail: LayerDetail) -> go.Figure:
         rows=1,
         cols=3 if packed else 1,
         column_widths=[0.32, 0.3, 0.38] if packed else None,
-        horizontal_spacing=0.11,
+        horizontal_spacing=0.15,
         subplot_titles=["codes", "block scales", _TAILS] if packed else [_TAILS],
     )
     style.dress(figure, detail.name, _subtitle(detail), height=400)
@@ -50,7 +50,7 @@ def _codes(figure: go.Figure, detail: LayerDetail) -> None:
 
 
 def _scales(figure: go.Figure, detail: LayerDetail) -> None:
-    bar = {"thickness": 10, "x": 0.6, "len": 0.9, "tickfont": {"size": 10}, "exponentformat": "power"}
+    bar = {"thickness": 10, "x": 0.59, "len": 0.9, "tickfont": {"size": 10}, "exponentformat": "power"}
     heat = go.Heatmap(
         z=[style.numbers(row) for row in detail.scales],
         colorscale=style.SEQUENTIAL,

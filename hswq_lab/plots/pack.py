@@ -182,4 +182,7 @@ def _arrange(figure: go.Figure) -> None:
     figure.update_xaxes(title="MiB of weights and scales", row=2, col=1)
     figure.update_yaxes(quiet, showticklabels=False, row=2, col=1)
     figure.update_layout(barmode="stack", bargap=0)
+    figure.update_layout(
+        uniformtext={"minsize": 9, "mode": "hide"}
+    )  # a number too small to read says nothing
     style.legend_below(figure, 60)

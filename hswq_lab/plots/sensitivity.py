@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.impact import ImpactReport, LayerImpact
     from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 
+_OTHERS = "others"  # the group of layers outside the numbered blocks
 _FLOOR = 1e-8  # 1 − cosine where a plan cannot be told from its source
 Order: TypeAlias = Literal["impact", "block", "kind"]
 
@@ -62,20 +63,25 @@ def _ordered(report: ImpactReport, form: str, order: Order) -> list[str]:
     network = [layer for layer in report.layers if layer in set(ranking)]
     if order == "block":
         return network
-    kinds = list(dict.fromkeys(place_of(layer).kind for layer in network))
-    return sorted(network, key=lambda layer: kinds.index(place_of(layer).kind))
+    kinds = list(dict.fromkeys(_group(layer, order) for layer in network))
+    return sorted(
+        network, key=lambda layer: (_group(layer, order) == _OTHERS, kinds.index(_group(layer, order)))
+    )
+
+
+def _group(layer: str, order: Order) -> str:
+    place = place_of(layer)
+    if not place.block:
+        return _OTHERS
+    return place.block if order == "block" else place.kind
 
 
 def _name_groups(figure: go.Figure, layers: Sequence[str], order: Order) -> None:
     """Names and parts the groups in which the bars stand; a bar's own name is in its hover text."""
-    places = map(place_of, layers)
-    runs = [
-        (name, len(list(run)))
-        for name, run in groupby(places, lambda place: place.block if order == "block" else place.kind)
-    ]
+    runs = [(name, len(list(run))) for name, run in groupby(layers, lambda layer: _group(layer, order))]
     ends = list(accumulate(length for _, length in runs))
     centres = [end - (length + 1) / 2 for end, (_, length) in zip(ends, runs, strict=True)]
-    names = [name or "others" for name, _ in runs]
+    names = [name for name, _ in runs]
     figure.update_xaxes(
         tickvals=centres, ticktext=style.texts(names), showticklabels=True, tickfont={"size": 11}
     )
@@ -135,7 +141,7 @@ def plans_figure(
         "Lower and further left is better.",
     )
     bits, cosines = zip(*predicted, strict=True)
-    divergence = style.positive((1 - cos for cos in cosines), _FLOOR)
+    divergence = style.positive(1 - cos for cos in cosines)
     line = go.Scatter(
         name="predicted",
         mode="lines+markers",

@@ -201,12 +201,11 @@ def _template() -> go.layout.Template:
             "x": 0.0,
             "xref": "container",
             "xanchor": "left",
-            "pad": {"l": 14},
-            "y": 0.97,
+            "y": 1.0,  # the room above is in pixels, the same for figures of all heights
             "yanchor": "top",
+            "pad": {"l": 14, "t": 14},
         },
         title_font={"size": 16},
-        title_pad={"l": 14, "t": 0},
         title_subtitle={"font": {"size": 12, "color": SOFT}},
         paper_bgcolor=PAPER,
         plot_bgcolor=PAPER,
@@ -218,7 +217,8 @@ def _template() -> go.layout.Template:
         hovermode="closest",
         hoverlabel={"align": "left", "font": {"family": FONT, "size": 12}},
         bargap=0.25,
-        modebar={"remove": ["lasso2d", "select2d", "autoScale2d"], "orientation": "v"},
+        # Nothing here may leave the machine: plotly would offer to upload the figure and its data.
+        modebar={"remove": ["sendChartToCloud", "lasso2d", "select2d", "autoScale2d"], "orientation": "v"},
     )
     return go.layout.Template(layout=layout)
 

@@ -161,4 +161,4 @@ def _label(figure: go.Figure, columns: int) -> None:
     for column in range(1, columns + 1):
         label = f"same image: cos ≥ {SAME_IMAGE}" if column == 1 else ""
         style.rule(figure, 1 - SAME_IMAGE, label, col=column, log=True)
-    style.legend_below(figure)
+    style.legend_below(figure, 78)

@@ -48,19 +48,21 @@ class BakeCheck(Panel):
                 ipywidgets.Checkbox(value=place == 0, description=lora.name, indent=False, layout={"width": "210px"}),
                 ipywidgets.FloatSlider(
                     value=1.0, min=-1.0, max=2.0, step=0.05, description="strength", continuous_update=False,
-                    layout={"width": "380px"},
+                    layout={"width": "380px"}, tooltip=f"strength of {lora.name}",
                 ),
             )
             for place, lora in enumerate(self.state.loras)
         ]  # fmt: skip
         ways = {name: way for name, way in WAYS.items() if way != "bake_from_source" or source is not None}
-        self.way = ipywidgets.Dropdown(options=ways, value="bake", description="way")
+        self.way = ipywidgets.Dropdown(
+            options=ways, value="bake", description="way", layout={"width": "220px"}
+        )
         self.prompt = ipywidgets.Text(
             value=prompt or pack.prompts[0], description="prompt", continuous_update=False,
-            layout={"width": "420px"},
+            layout={"flex": "1 1 220px"},
         )  # fmt: skip
         self.seed = ipywidgets.BoundedIntText(
-            value=seed, min=0, max=2**53 - 1, description="seed", layout={"width": "220px"}
+            value=seed, min=0, max=2**53 - 1, description="seed", layout={"width": "160px"}
         )
         self.apply_button = ipywidgets.Button(description="Apply", button_style="primary", icon="check")
         self.undo_button = ipywidgets.Button(description="Undo", icon="undo")
@@ -74,7 +76,7 @@ class BakeCheck(Panel):
         self.checked: Checked | None = None
         body = [
             *(ipywidgets.HBox(row) for row in self.rows),
-            ipywidgets.HBox([self.way, self.prompt, self.seed], layout={"flex_flow": "row wrap"}),
+            ipywidgets.HBox([self.way, self.prompt, self.seed]),
             ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button]),
             self.verdict,
             self.pictures,

@@ -26,7 +26,8 @@ _NOTE = (
     "Every way to multiply x [M, K] by a packed W [N, K], beside torch's own product in the same dtype. "
     "No back end chosen: what the device takes by itself."
 )
-_WIDE, _NARROW = {"width": "420px"}, {"width": "210px"}
+_WIDE, _NARROW, _FLEXIBLE = {"width": "420px"}, {"width": "210px"}, {"flex": "1 1 300px"}
+_NO_PICTURE = "no picture was timed on this machine"
 
 
 class GemmBench(Panel):
@@ -52,8 +53,8 @@ class GemmBench(Panel):
         shapes, rows = self.state.sizes(device)
         self.device = ipywidgets.Dropdown(options=self.state.devices(), description="device", layout=_NARROW)
         self.dtype = ipywidgets.Dropdown(options=DTYPES, description="dtype", layout=_NARROW)
-        self.shapes = ipywidgets.Text(value=shapes, description="N × K", layout=_WIDE)
-        self.rows = ipywidgets.Text(value=rows, description="M", layout=_WIDE)
+        self.shapes = ipywidgets.Text(value=shapes, description="N × K", layout=_FLEXIBLE)
+        self.rows = ipywidgets.Text(value=rows, description="M", layout=_FLEXIBLE)
         self.backends = ipywidgets.SelectMultiple(
             options=self.state.backends(device), description="back end", rows=2, layout={"width": "240px"}
         )
@@ -77,7 +78,7 @@ class GemmBench(Panel):
         )  # fmt: skip
         self.products = LiveFigure(style.placeholder("press Run, or load a stored result"))
         self.roofline = LiveFigure(style.placeholder("press Run, or load a stored result"))
-        self.pictures = LiveFigure(style.placeholder("no picture was timed yet"))
+        self.pictures = LiveFigure(style.placeholder(_NO_PICTURE))
         self.summary, self.times, self.left, self.arithmetic, self.machines, self.compiled = (
             ipywidgets.HTML() for _ in range(6)
         )
@@ -91,10 +92,10 @@ class GemmBench(Panel):
         }
         self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views), selected_index=0)
         body = [
-            ipywidgets.HBox([self.shapes, self.device, self.dtype], layout={"flex_flow": "row wrap"}),
-            ipywidgets.HBox([self.rows, self.backends, self.repeats], layout={"flex_flow": "row wrap"}),
-            ipywidgets.HBox([self.run_button]),
-            ipywidgets.HBox([self.where, self.load_button], layout={"flex_flow": "row wrap"}),
+            ipywidgets.HBox([self.shapes, self.rows]),
+            ipywidgets.HBox([self.device, self.dtype, self.repeats]),
+            ipywidgets.HBox([self.backends, self.run_button]),
+            ipywidgets.HBox([self.where, self.load_button]),
             self.shown,
             self.summary,
             self.tabs,
@@ -126,55 +127,67 @@ class GemmBench(Panel):
         """Loads a stored result or a folder of them."""
         self.errors.value = ""
         names = self.state.load(where)
-        self._refresh(next((name for name in names if name in self.state.products), None))
+        self._refresh(next((name for name in names if name in self.state.products), names[0]))
         self.say(f"loaded: {', '.join(names)}")
 
     def result(self) -> bench.Bench | None:
         """The pictures on their tab, else the products that are shown."""
-        products = self._chosen()
-        pictures = self.state.pictures_of(products)
-        on_pictures = self.tabs.titles[self.tabs.selected_index or 0] == "picture"
-        return pictures if on_pictures and pictures is not None else products
+        products, pictures = self._chosen()
+        if self.tabs.titles[self.tabs.selected_index or 0] == "picture":
+            return pictures or products
+        return products or pictures
 
-    def _chosen(self) -> bench.GemmBench | None:
-        return self.state.products.get(self.shown.value)
+    def _chosen(self) -> tuple[bench.GemmBench | None, bench.ModelBench | None]:
+        """The products that are shown and the pictures of the same machine, or pictures alone."""
+        chosen = self.state.results.get(self.shown.value)
+        if isinstance(chosen, bench.ModelBench):
+            return None, chosen
+        return chosen, None if chosen is None else self.state.pictures_of(chosen)
 
     def _device_changed(self) -> None:
         self.shapes.value, self.rows.value = self.state.sizes(self.device.value)
         self.backends.options = self.state.backends(self.device.value)
 
     def _refresh(self, chosen: str | None = None) -> None:
-        """Lists the results; shows the one that is named, or the one that was shown before."""
-        products = self.state.products
-        before = self.shown.value
-        self.shown.options = list(products)
-        if products:
-            wanted = chosen if chosen in products else before
-            self.shown.value = wanted if wanted in products else list(products)[-1]
-        if self.state.results:
+        """Lists the results; shows the one that is named, or the first products."""
+        results = self.state.results
+        self.shown.options = list(results)
+        if results:
             self.allow_exports()
-        targets = bench.compiled_targets(self.state.results.values())
+            self.shown.value = chosen or next(iter(self.state.products), next(iter(results)))
+        if isinstance(results.get(self.shown.value), bench.ModelBench):
+            self.tabs.selected_index = self.tabs.titles.index("picture")
+        targets = bench.compiled_targets(results.values())
         self.compiled.value = markup.table(
             ["back end", "compiled for", "status"], [(t.backend, t.target, t.status) for t in targets]
         )
         self._show()
 
     def _show(self) -> None:
-        products = self._chosen()
-        pictures = self.state.pictures_of(products)
-        if pictures is not None:
-            self.pictures.show(pictures_figure(pictures))
-            columns = ["model", "mode", "seconds", "speedup", "final_cos", "hits", "fallbacks", "why"]
-            self.arithmetic.value = _frame(pictures.to_frame()[columns])
+        products, pictures = self._chosen()
+        self._show_pictures(products, pictures)
         if products is None:
+            for figure in (self.products, self.roofline):
+                figure.show(style.placeholder("press Run, or choose products in “show”"))
+            self.times.value = ""
+            self.summary.value = markup.facts({"machine": pictures.machine["name"]} if pictures else {})
             return
         self.products.show(gemm_figure(products))
         self.roofline.show(roofline_figure(products))
         self.summary.value = markup.facts(_facts(products))
         self.times.value = _times(products)
-        self.left.value = _frame(self.state.gains(products))
         machines = bench.side_by_side(self.state.products).drop(columns="machine")
         self.machines.value = _frame(machines.assign(stage=machines.stage.map(_stage)))
+
+    def _show_pictures(self, products: bench.GemmBench | None, pictures: bench.ModelBench | None) -> None:
+        self.left.value = "" if products is None else _frame(self.state.gains(products))
+        if pictures is None:
+            self.pictures.show(style.placeholder(_NO_PICTURE))
+            self.arithmetic.value = ""
+            return
+        self.pictures.show(pictures_figure(pictures))
+        columns = ["model", "mode", "seconds", "speedup", "final_cos", "hits", "fallbacks", "why"]
+        self.arithmetic.value = _frame(pictures.to_frame()[columns])
 
 
 def _facts(products: bench.GemmBench) -> dict[str, object]:

@@ -41,11 +41,11 @@ class GemmState:
         """The benchmarks of one Linear."""
         return {name: each for name, each in self.results.items() if isinstance(each, bench.GemmBench)}
 
-    def pictures_of(self, products: bench.GemmBench | None) -> bench.ModelBench | None:
+    def pictures_of(self, products: bench.GemmBench) -> bench.ModelBench | None:
         """The newest benchmark of whole pictures from the same machine."""
-        machine = None if products is None else products.machine["name"]
         found = [each for each in self.results.values() if isinstance(each, bench.ModelBench)]
-        return next((each for each in reversed(found) if machine in (None, each.machine["name"])), None)
+        machine = products.machine["name"]
+        return next((each for each in reversed(found) if each.machine["name"] == machine), None)
 
     @staticmethod
     def devices() -> list[str]:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from hswq_lab.errors import HswqError
+from hswq_lab.theme import theme
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 @cache
 def style_sheet() -> str:
     """The style of panels, as a `<style>` element."""
-    return f"<style>{(files('hswq_lab') / 'assets' / 'panel.css').read_text(encoding='utf-8')}</style>"
+    return (
+        theme() + f"<style>{(files('hswq_lab') / 'assets' / 'panel.css').read_text(encoding='utf-8')}</style>"
+    )
 
 
 def heading(title: str, note: str = "") -> str:

@@ -34,7 +34,7 @@ class PackExplorer(Panel):
         self.state = PackState()
         self._given_source = source
         shown = str(what) if isinstance(what, str | Path) else ""
-        wide = {"width": "480px"}
+        wide = {"width": "420px"}
         self.path = ipywidgets.Text(
             value=shown,
             description="file",
@@ -49,19 +49,20 @@ class PackExplorer(Panel):
         )
         self.open_button = ipywidgets.Button(description="Open", icon="folder-open", button_style="primary")
         self.browse_button = ipywidgets.ToggleButton(
-            description="Browse", tooltip="look for a file in folders"
+            description="Browse", tooltip="look for a file in folders", layout={"width": "90px"}
         )
         self.picker = FilePicker(Path.cwd(), self._picked)
         self.picker.layout.display = "none"
         self.filter = ipywidgets.Text(
-            description="filter", placeholder="*.attention.* or a word", continuous_update=False
-        )
-        self.order = ipywidgets.Dropdown(options=ORDERS, description="order")
+            description="filter", placeholder="*.attention.* or a word", continuous_update=False,
+            layout={"width": "280px"},
+        )  # fmt: skip
+        self.order = ipywidgets.Dropdown(options=ORDERS, description="order", layout={"width": "240px"})
         self.descending = ipywidgets.Checkbox(
             description="descending", indent=False, layout={"width": "110px"}
         )
         self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "340px"})
-        self.detail = ipywidgets.HTML(layout={"width": "330px"})
+        self.detail = ipywidgets.HTML(layout={"flex": "1 1 280px", "min_width": "0"})
         self.figure = LiveFigure(style.placeholder("choose a layer"))
         self.map = LiveFigure(style.placeholder("open a file"))
         self.table, self.findings, self.metadata = (ipywidgets.HTML() for _ in range(3))

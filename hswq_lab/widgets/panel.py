@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,7 +65,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._exports = ipywidgets.HBox(list(self.export_buttons.values()), layout={"display": "none"})
         head = ipywidgets.HTML(markup.style_sheet() + markup.heading(title, note))
         frame = ipywidgets.HBox([self._running, self.status], layout={"align_items": "center"})
-        super().__init__([head, *body, frame, self.errors, self._exports])
+        super().__init__([head, *body, frame, self.errors, self._exports, *_manners()])
         self.add_class("hswq-panel")
         self.add_class(css_class)
 
@@ -171,6 +173,13 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         path = self.export(form)
         progress(1, 1, "written")
         return path
+
+
+def _manners() -> list[ipywidgets.Widget]:
+    """Nothing where anywidget is missing: keys and names are then as ipywidgets leaves them."""
+    if find_spec("anywidget") is None:
+        return []
+    return [import_module("hswq_lab.widgets.manners").Manners()]
 
 
 def _time_left(seconds: float | None) -> str:

@@ -111,7 +111,7 @@ class StrengthSlider(Panel):
         self.model = StrengthModel(pack, lora, source, prompt or pack.prompts[0], seed, steps)
         self.strength = ipywidgets.FloatSlider(
             value=1.0, min=0.0, max=2.0, step=0.05, description="strength", continuous_update=False,
-            layout={"width": "420px"},
+            layout={"width": "420px"}, tooltip=f"strength of {lora.name}",
         )  # fmt: skip
         self.prompt = ipywidgets.Text(
             value=self.model.prompt, description="prompt", continuous_update=False, layout={"width": "420px"}

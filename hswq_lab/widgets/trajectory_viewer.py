@@ -69,7 +69,12 @@ class TrajectoryViewer(Panel):
         self.verdict = ipywidgets.HTML()
         self.seed = ipywidgets.Dropdown(description="seed", layout={"width": "560px"})
         self.step = ipywidgets.IntSlider(
-            min=0, max=0, description="step", continuous_update=False, layout={"width": "560px"}
+            min=0,
+            max=0,
+            description="step",
+            continuous_update=False,
+            layout={"width": "560px"},
+            tooltip="step of the run, from 0",
         )
         self.pictures = ipywidgets.HTML()
         self.figure = LiveFigure(style.placeholder("the curves come here"))
