@@ -42,6 +42,7 @@ def table(content: dict[str, Any]) -> str:
             hits = ", ".join(f"{count} {mode}" for mode, count in each["hits"].items())
             lines.append(f"| {name} | {shares} | {hits} |")
         lines += ["", f"Fallbacks: {facts['fallbacks'] or 'none'}."]
+    lines += ["", *(f"* {note}" for note in facts.get("notes", []))]
     troubles = {**facts.get("failed", {}), **{f"peer {k}": v for k, v in facts.get("peers", {}).items()}}
     lines += [f"\nNot measured: {name}: {why}" for name, why in troubles.items()]
     return "\n".join(lines)

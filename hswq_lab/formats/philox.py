@@ -19,6 +19,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _PIECE = 1 << 15  # elements whose int64 words stay in a core's cache through the ten rounds
+_CARD_PIECE = 1 << 23  # a card has no use for that, and each piece costs a hundred launches
 
 
 def philox4x32_10(key: int, counter: Tensor) -> Words:
@@ -51,8 +52,9 @@ def philox_rounds(counter: Words, key: int) -> Words:
 def uniform(seed: int, rows: slice, cols: int, device: torch.device | None = None) -> Tensor:
     """The u of these rows of a matrix: fp32 [rows, cols], multiples of 2^-24 in [0, 1)."""
     out = torch.empty((rows.stop - rows.start) * cols, dtype=torch.float32, device=device)
-    for start in range(0, out.numel(), _PIECE):
-        piece = out[start : start + _PIECE]
+    size = _PIECE if out.device.type == "cpu" else _CARD_PIECE
+    for start in range(0, out.numel(), size):
+        piece = out[start : start + size]
         first = rows.start * cols + start
         index = torch.arange(first, first + piece.numel(), dtype=torch.int64, device=device)
         piece.copy_((philox4x32_10(seed, index)[0] >> 8).float() * 2.0**-24)
