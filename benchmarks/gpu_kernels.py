@@ -27,7 +27,7 @@ from hswq_lab.bench.machine import describe, measure_roofline
 DEVICE = torch.device("cuda")
 ACTIVATIONS = [(4096, 3840), (4096, 10240), (16384, 3840)]
 WEIGHTS = [(3840, 3840), (11520, 3840), (10240, 3840), (3840, 10240)]
-ROWS = [1, 16, 32, 64, 256, 1024, 4096, 16384]
+ROWS = [1, 16, 64, 256, 1024, 4096, 16384]
 Row = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
 // Y [M, N] = alpha * X [M, K] W [N, K]^T + bias for few rows of X, 16-bit X and NVFP4 weights: a product that
 // is bound by reading W, once, as it is stored.
 //
-// A block takes 16 or 32 rows of W, its warps share out K. In a step a warp reads 128 columns: each
+// A block takes 16 or 32 rows of W, its eight warps share out K. In a step a warp reads 128 columns: each
 // lane 16 bytes (32 codes, two blocks) of two or four rows, decodes them in registers (value * block scale is
 // exact in 16 bits) and multiplies them on the tensor cores, W being the left operand. Which columns meet in
 // one instruction is free as long as both operands agree, so a lane multiplies exactly what it has read, in
@@ -11,9 +11,10 @@
 namespace hswq::cuda {
 namespace {
 
-constexpr int kRows = 16, kStep = 128;
-constexpr int kAhead = 2;        // steps whose codes are on their way
-constexpr int kManyRows = 8192;  // of W, that make enough blocks whichever way they are cut
+constexpr int kWarps = 8, kRows = 16, kStep = 128;
+constexpr int kRound = kWarps * kStep;  // columns of all warps together
+constexpr int kAhead = 2;               // steps whose codes are on their way
+constexpr int kManyRows = 8192;         // of W, that make enough blocks of 32
 
 // Nibble i of both halves of a word of codes as two 16-bit floats without their exponent's offset: the bits
 // of E2M1 stand as those of a wider float's. Columns 1 and 5, 0 and 4, 3 and 7, 2 and 6.
@@ -44,10 +45,7 @@ struct Piece {
 
 // Where a lane reads: its columns of rows g, g + 8, ... of the block, of their scales, and of row g, ... of
 // X.
-template <int kWarps>
 struct Reader {
-    static constexpr int kRound = kWarps * kStep;  // columns of all warps together
-
     const uint8_t* codes;
     const uint8_t* scales;
     const uint8_t* x;
@@ -95,9 +93,9 @@ struct Reader {
 template <class T>
 constexpr float kUp = kHalf<T> ? 0x1p7f : 0x1p100f;
 
-template <class T, int kWarps, int kRowTiles, int kTiles>
-__device__ __forceinline__ void step(const Reader<kWarps>& reader, int64_t x_rows,
-                                     const Piece (&w)[2 * kRowTiles], float (&sums)[kRowTiles][kTiles][4]) {
+template <class T, int kRowTiles, int kTiles>
+__device__ __forceinline__ void step(const Reader& reader, int64_t x_rows, const Piece (&w)[2 * kRowTiles],
+                                     float (&sums)[kRowTiles][kTiles][4]) {
     constexpr bool kEarly = kTiles <= 2;  // X on its way while codes are decoded, where registers suffice
     const int64_t row = threadIdx.x % 32 / 4;
     uint4 x[kTiles][4];
@@ -136,7 +134,7 @@ __device__ __forceinline__ void step(const Reader<kWarps>& reader, int64_t x_row
 }
 
 // The warps' sums of 16 rows of W, in shared memory, added up in a fixed order and finished.
-template <int kWarps, int kTiles>
+template <int kTiles>
 __device__ __forceinline__ void finish_rows(const Skinny& job, int64_t first, float alpha,
                                             const float (&partial)[kWarps][8 * kTiles][kRows]) {
     for (int at = threadIdx.x; at < 8 * kTiles * kRows; at += 32 * kWarps) {
@@ -155,19 +153,19 @@ __device__ __forceinline__ void finish_rows(const Skinny& job, int64_t first, fl
     }
 }
 
-template <class T, int kWarps, int kRowTiles, int kTiles>
+template <class T, int kRowTiles, int kTiles>
 __global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
     __shared__ float partial[kWarps][8 * kTiles][kRows];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sums[kRowTiles][kTiles][4] = {};
-    Reader<kWarps> reader(job, kRowTiles * kRows, lane, warp * kStep);
+    Reader reader(job, kRowTiles * kRows, lane, warp * kStep);
     Piece next[kAhead][2 * kRowTiles];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int r = 0; r < 2 * kRowTiles; ++r) next[i][r] = reader.piece(r, i);
     }
-    for (int base = warp * kStep; base < job.w.cols; base += kWarps * kStep, reader.next()) {
+    for (int base = warp * kStep; base < job.w.cols; base += kRound, reader.next()) {
         Piece w[2 * kRowTiles];
 #pragma unroll
         for (int r = 0; r < 2 * kRowTiles; ++r) {
@@ -190,29 +188,27 @@ __global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
                     sums[rows][tile][i];
         }
         __syncthreads();
-        finish_rows<kWarps, kTiles>(job, (int64_t(blockIdx.x) * kRowTiles + rows) * kRows, alpha, partial);
+        finish_rows<kTiles>(job, (int64_t(blockIdx.x) * kRowTiles + rows) * kRows, alpha, partial);
         if (rows + 1 < kRowTiles) __syncthreads();
     }
 }
 
-// More rows of W a block read X less often, from the second-level cache; fewer leave no processor idle. Fewer
-// warps take more steps each.
-template <class T, int kWarps, int kRowTiles, int kTiles>
+// More rows of W a block read X less often, from the second-level cache; fewer leave no processor idle.
+template <class T, int kRowTiles, int kTiles>
 cudaError_t launch_tiles(const Skinny& job, cudaStream_t stream) {
     const auto blocks = unsigned((job.w.rows + kRowTiles * kRows - 1) / (kRowTiles * kRows));
-    skinny_kernel<T, kWarps, kRowTiles, kTiles><<<blocks, 32 * kWarps, 0, stream>>>(job);
+    skinny_kernel<T, kRowTiles, kTiles><<<blocks, 32 * kWarps, 0, stream>>>(job);
     return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch(const Skinny& job, cudaStream_t stream) {
-    const bool many = job.w.rows >= kManyRows;
-    if (job.x.rows <= 8)
-        return many ? launch_tiles<T, 4, 1, 1>(job, stream) : launch_tiles<T, 8, 1, 1>(job, stream);
+    if (job.x.rows <= 8) return launch_tiles<T, 1, 1>(job, stream);
     if (job.x.rows <= 16)
-        return many ? launch_tiles<T, 8, 2, 2>(job, stream) : launch_tiles<T, 8, 1, 2>(job, stream);
-    if (job.x.rows <= 32) return launch_tiles<T, 8, 2, 4>(job, stream);
-    return launch_tiles<T, 8, 2, 8>(job, stream);
+        return job.w.rows < kManyRows ? launch_tiles<T, 1, 2>(job, stream)
+                                      : launch_tiles<T, 2, 2>(job, stream);
+    if (job.x.rows <= 32) return launch_tiles<T, 2, 4>(job, stream);
+    return launch_tiles<T, 2, 8>(job, stream);
 }
 
 }  // namespace
