@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parent / "README.md"
+STEPS = (
+    "One step, 4096 image and 256 caption tokens at full size; rates are of Linears and attention, and the share is "
+    "of the bf16 product above."
+)
+HEAD = (
+    "| step | ms | faster than bf16 | asked | | peak GiB | of bf16 | asked | | TFLOP/s, clock | share "
+    "| over kernel time | share |"
+)
 MARKS = ("<!-- full_size begin -->", "<!-- full_size end -->")
 
 
@@ -28,7 +36,8 @@ def table(content: dict[str, Any]) -> str:
         "| section | figure | value | bf16 | ratio | asked | |",
         "|---|---|---:|---:|---:|---|---|",
     ]
-    lines += [_row(row) for row in content["rows"]]
+    lines += [_row(row) for row in content["rows"] if row["section"] != "step"]
+    lines += ["", *_steps([row for row in content["rows"] if row["section"] == "step"])]
     if facts.get("kernels"):
         lines += [
             "",
@@ -48,18 +57,33 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(row: dict[str, Any]) -> str:
-    numbers = [_number(row["bf16"]), "" if row["ratio"] is None else f"{row['ratio']:.3f}"]
+def _steps(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a way to run a step, from its rows."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        label, figure = row["what"].rsplit(": ", 1)
+        found.setdefault(label, {})[figure] = row
+    lines = [STEPS, "", HEAD, "|---|---:|---:|---|---|---:|---:|---|---|---:|---:|---:|---:|"]
+    for label, figures in found.items():
+        cells = [label]
+        for figure in ("time", "peak memory"):
+            row = figures.get(figure)
+            cells += [""] * 4 if row is None else [_number(row["value"]), *_verdict(row)]
+        for figure in ("rate on the clock", "rate over kernel time"):
+            row = figures.get(figure)
+            cells += [""] * 2 if row is None else [_number(row["value"]), f"{row['ratio']:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _verdict(row: dict[str, Any]) -> list[str]:
     met = {None: "", True: "reached", False: "**not reached**"}[row["met"]]
-    cells = [
-        row["section"],
-        row["what"],
-        f"{_number(row['value'])} {row['unit']}",
-        *numbers,
-        row["target"],
-        met,
-    ]
-    return f"| {' | '.join(cells)} |"
+    return ["" if row["ratio"] is None else f"{row['ratio']:.3f}", row["target"], met]
+
+
+def _row(row: dict[str, Any]) -> str:
+    value = f"{_number(row['value'])} {row['unit']}".strip()
+    return f"| {' | '.join([row['section'], row['what'], value, _number(row['bf16']), *_verdict(row)])} |"
 
 
 def _number(value: float | None) -> str:
