@@ -190,6 +190,11 @@ class TestPhilox:
         words = oracle.philox((key % 2**32, key >> 32), (index % 2**32, index >> 32, 0, 0))
         assert tuple(int(word) for word in philox4x32_10(seed, torch.tensor(index))) == words
 
+    def test_uniform_numbers_do_not_depend_on_the_pieces(self, monkeypatch):
+        whole = uniform(7, slice(1, 6), 5)
+        monkeypatch.setattr("hswq_lab.formats.philox._PIECE", 4)
+        assert torch.equal(uniform(7, slice(1, 6), 5), whole)
+
     def test_uniform_numbers_of_rows(self):
         whole = uniform(7, slice(0, 6), 5)
         assert torch.equal(uniform(7, slice(2, 4), 5), whole[2:4])

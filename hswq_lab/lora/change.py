@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -52,6 +53,7 @@ class Change:
         """W + ΔW, fp32 [N, K], for a weight in fp32."""
         return weight + self.left if self.down is None else torch.addmm(weight, self.left, self.down)
 
+    @cached_property  # where the kernels do not work, the bake and its evidence both need it
     def dense(self) -> Tensor:
         """ΔW; each product is rounded and then added, in the order of the ranks, as the kernels do."""
         if self.down is None:
@@ -82,9 +84,9 @@ def bake(value: Weight, change: Change, name: str) -> Weight:
         changed: Weight | None = _in_one_pass(value, change, seed)
         if changed is not None:
             return changed
-        changed = packing.requantize(value, unpacked(value) + change.dense(), seed, name=name)
+        changed = packing.requantize(value, unpacked(value) + change.dense, seed, name=name)
     else:
-        changed = round_stochastic(value.float() + change.dense(), value.dtype, seed)
+        changed = round_stochastic(value.float() + change.dense, value.dtype, seed)
     return keep_rows(value, changed, ~change.touched)
 
 
@@ -149,7 +151,7 @@ def change_sums(before: Weight, after: Weight, change: Change, source: Tensor | 
         old, new = (_readable(value) for value in (before, after))
         return Sums(*_cpu_bake.change_sums(old, new, change.left, change.down, source))
     total = torch.zeros(len(fields(Sums)), dtype=torch.float64, device=change.left.device)
-    old, new, delta, touched = unpacked(before), unpacked(after), change.dense(), change.touched
+    old, new, delta, touched = unpacked(before), unpacked(after), change.dense, change.touched
     for rows in _chunks(old):
         own = None if source is None else source[rows].float()
         total += _sums_of(old[rows], new[rows], delta[rows], touched[rows], own, group)
