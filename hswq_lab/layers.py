@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class LabLinear(nn.Module):
         self._counters[1].add_(rows.shape[0])
         y = self.multiply(rows)
         if self.branches is not None:
-            y = cast(Tensor, self.branches(rows, y))
+            y = self.branches.add_to(rows, y)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -89,7 +89,10 @@ def test_strengths_change_in_place_without_touching_factors(layer):
         "c": (KINDS["LoRA with bias"], -1.0),
     }
     stack = _stack(loras, weight, bias)
+    before = y.clone()
     first = stack(x, y)
+    assert torch.equal(y, before)
+    assert torch.equal(stack.add_to(x, y.clone()), first)
     buffers = {name: value.data_ptr() for name, value in stack.named_buffers()}
     stack.set_strength("a", 0.0)
     stack.set_strength("b", 0.0)

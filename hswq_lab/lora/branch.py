@@ -97,6 +97,10 @@ class BranchStack(nn.Module):
         Returns:
             [M, N] in y's dtype; y itself is not changed.
         """
+        return self.add_to(x, y.clone())
+
+    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+        """`forward` for a y that nobody else needs: its memory is used again, which spares a copy of it."""
         result = y
         if self.gain is not None:
             own = y.float() if self._bias is None else y.float() - self._bias.float()
@@ -104,7 +108,7 @@ class BranchStack(nn.Module):
         if self.down.shape[0]:
             hidden = functional.linear(x, self.down)
             hidden = (hidden.float() * self.rank_strengths).to(x.dtype)
-            result = torch.addmm(result, hidden, self.up.T)
+            result = result.addmm_(hidden, self.up.T)
         for module in self.kron:
             result = module(x, result)
         return result if self.offset is None else result + self.offset.to(y.dtype)
