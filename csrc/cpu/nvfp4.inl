@@ -39,7 +39,8 @@ struct Grid {
 
 inline Grid to_grid(vi magnitude, int fraction_bits, int least_exponent) {
     const vi octave = max(magnitude & kExponent, splat((127 + least_exponent) << 23));
-    const vf magic = floats(octave + ((23 - fraction_bits) << 23));
+    // Unsigned: the exponent of a NaN overflows here, and nobody looks at what becomes of it.
+    const vf magic = floats(vi(vu(octave) + (uint32_t(23 - fraction_bits) << 23)));
     return {bits(floats(magnitude) + magic), magic, octave};
 }
 

@@ -16,6 +16,7 @@ constexpr int kLanes = 4;
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 
 constexpr int kBlock = 16;   // values that share a scale
 constexpr int kChunk = 256;  // values that are worked on at a time: the largest rotation group
