@@ -11,7 +11,16 @@ from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from hswq_lab import HswqError
 from hswq_lab.models.names import diffusers_names, native_target
-from hswq_lab.models.zimage import FULL, MINI, ZImage, ZImageConfig, linear_layers, padded_length
+from hswq_lab.models.zimage import (
+    FULL,
+    MINI,
+    ZImage,
+    ZImageConfig,
+    apply_rope,
+    linear_layers,
+    padded_length,
+    rope_table,
+)
 
 CAP_DIM, FFN = 48, 256
 LENGTHS = (3, 32, 40)
@@ -75,6 +84,17 @@ def test_equals_diffusers(reference, ours, captions, size):
         theirs = reference([latent[:, None] for latent in x], TIMES, captions).sample
         difference = ours(x, TIMES, captions) - torch.stack([latent[:, 0] for latent in theirs])
     assert difference.abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_positions_turn_pairs_as_the_published_model_s_complex_numbers_do(dtype):
+    table = rope_table(MINI, 32, 4, 4, torch.device("cpu"))
+    x = torch.randn(2, table.shape[1], 4, MINI.head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table[0, ..., ::2], table[1, ..., 1::2]
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    assert torch.equal(apply_rope(x, table), turned.to(dtype))
+    assert turned[:, 1:].sub(x[:, 1:].float()).abs().max() > 0.1
 
 
 def test_the_comparison_can_fail(reference, ours, captions):

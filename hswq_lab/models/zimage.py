@@ -51,7 +51,9 @@ def padded_length(tokens: int) -> int:
 def rope_table(
     config: ZImageConfig, cap_tokens: int, rows: int, columns: int, device: torch.device
 ) -> Tensor:
-    """Cosines and sines of the rotary angles, fp32 [2, tokens, 1, head_dim / 2]: image, image pads, caption.
+    """Factors of the rotary angles, fp32 [2, tokens, 1, head_dim]: image, image pads, caption.
+
+    The first are the cosines, each for both values of its pair; the second −sine, +sine for a pair.
 
     Caption tokens stand at (1 … L, 0, 0), image tokens at (L + 1, row, column), image pads at the origin;
     angles are computed in fp64 and rounded to fp32 before the cosine, as the published model does.
@@ -65,14 +67,18 @@ def rope_table(
         frequencies = ROPE_THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         angles.append(torch.outer(positions[:, axis], frequencies).float())
     joined = torch.cat(angles, dim=-1)[:, None, :]
-    return torch.stack([joined.cos(), joined.sin()]).to(device)
+    cos, sin = joined.cos(), joined.sin()
+    pairs = [torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)]
+    return torch.stack(pairs).flatten(-2).to(device)
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn neighbouring pairs of x [B, tokens, heads, head_dim] by table's angles, in fp32; x's dtype out."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = table[0], table[1]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    """Turn neighbouring pairs of x [B, tokens, heads, head_dim] by table's angles, in fp32; x's dtype out.
+
+    (a, b) becomes (a·cos − b·sin, b·cos + a·sin), as two products with whole rows and one sum.
+    """
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * table[0] + swapped * table[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
