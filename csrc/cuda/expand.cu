@@ -4,7 +4,7 @@
 // two (or four) registers, and a byte permutation looks four codes up at a time.
 #include <cuda_fp8.h>
 
-#include "cuda/chunks.cuh"
+#include "cuda/packed.cuh"
 
 namespace hswq::cuda {
 namespace {

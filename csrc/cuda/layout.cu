@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/chunks.cuh"
+#include "cuda/packed.cuh"
 
 namespace hswq::cuda {
 namespace {

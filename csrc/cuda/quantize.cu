@@ -3,6 +3,7 @@
 #include "cuda/chunks.cuh"
 #include "cuda/codes.cuh"
 #include "cuda/kernels.h"
+#include "cuda/packed.cuh"
 
 namespace hswq::cuda {
 namespace {

@@ -4,6 +4,7 @@
 #include "cuda/codes.cuh"
 #include "cuda/groups.cuh"
 #include "cuda/kernels.h"
+#include "cuda/packed.cuh"
 
 namespace hswq::cuda {
 namespace {

@@ -6,6 +6,7 @@
 // exact in 16 bits) and multiplies them on the tensor cores, W being the left operand. Which columns meet in
 // one instruction is free as long as both operands agree, so a lane multiplies exactly what it has read, in
 // order, and nothing moves between lanes. The warps' sums meet in shared memory, in a fixed order.
+#include "cuda/packed.cuh"
 #include "cuda/pairs.cuh"
 
 namespace hswq::cuda {
