@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,18 @@ def test_a_section_that_fails_is_told_and_the_others_go_on(full_size, tmp_path, 
     facts = json.loads(out.read_text())["facts"]
     assert facts["failed"]["pack"] == "RuntimeError: no such luck"
     assert facts["failed"]["load"].startswith("HswqError: there is no such model")
+
+
+@pytest.mark.slow
+def test_the_gate_runs_on_a_cluster_and_has_the_same_bits(tmp_path):
+    pytest.importorskip("distributed")
+    out = tmp_path / "gate.json"
+    where = ["--toy", "--folder", str(tmp_path / "files"), "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "full_size_gate.py"), *where]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    content = json.loads(out.read_text())
+    assert content["same_bits"]
+    assert content["faster"] == pytest.approx(content["seconds_one"] / content["seconds_all"])
 
 
 def test_kernels_are_sorted_by_their_names(full_size):

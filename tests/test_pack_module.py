@@ -389,7 +389,8 @@ def unhappy():
         "packed already": (small(), {"*": "nvfp4"}, plain, "packed already"),
         "a workbench network": (own, {"*": "nvfp4"}, plain, "packed already"),
         "meta": (nn.Sequential(nn.Linear(32, 32, device="meta")), {"*": "nvfp4"}, plain, "not loaded"),
-        "gptq": (nn.Sequential(nn.Linear(32, 32)), {"*": "nvfp4"}, {"scales": "gptq"}, "moments"),
+        "gptq": (nn.Sequential(nn.Linear(32, 32)), {"*": "nvfp4"}, {"scales": "gptq"}, "only a Model"),
+        "a rank": (nn.Sequential(nn.Linear(64, 32)), {"*": "nvfp4+r16"}, plain, "only a Model"),
     }
 
 

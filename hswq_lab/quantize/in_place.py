@@ -45,7 +45,7 @@ def pack_module(
     Args:
         module: any module whose Linears are dense; changed in place. It is for inference afterwards.
         plan: layer name or glob → format; what it leaves at "16-bit" or does not name stays as it is.
-        scales: as for `hl.pack`; "gptq" needs a Model.
+        scales: as for `hl.pack`, without "gptq", which needs a Model; so do formats with a rank.
         mode: "auto", "parity" (W4A16), "tc" (W4A4) or "tc8" (W4A8).
         uncalibrated: a module's layers have no input_scale, so tc and tc8 need "dynamic" or "unit".
         progress: told before every layer.
@@ -62,6 +62,7 @@ def pack_module(
     _refuse_unfit(module)
     linears = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
     formats = _formats(linears, plan)
+    _refuse_observed(formats, scales)
     modes = {name: _resolved(name, wanted, request, linears[name]) for name, wanted in formats.items()}
     dense = {f"{name}.weight": linears[name].weight.detach() for name in formats}
     items = pack_items(Checkpoint.from_mapping(dense), formats, scales, progress=progress)
@@ -114,6 +115,17 @@ def _formats(linears: Mapping[str, nn.Linear], plan: Plan) -> dict[str, LayerFor
     forms = {name: plan.form_of(name, native[name]) or KEPT for name in linears}
     chosen = {name: layer_format(form, shapes[name][1]) for name, form in forms.items()}
     return {name: wanted for name, wanted in chosen.items() if wanted.format != KEPT}
+
+
+def _refuse_observed(formats: Mapping[str, LayerFormat], scales: Scales) -> None:
+    ranked = next((name for name, wanted in formats.items() if wanted.rank), None)
+    if scales == "gptq" or ranked is not None:
+        raise HswqError(
+            "this way to pack needs observed inputs of the layers, and only a Model's are gathered",
+            tensor=ranked,
+            found="gptq" if ranked is None else "a format with a rank",
+            fix="take rtn, four_six or sweep and formats without a rank, or pack the model's file with hl.pack",
+        )
 
 
 def _resolved(name: str, wanted: LayerFormat, request: ModeRequest, linear: nn.Linear) -> Resolved:
