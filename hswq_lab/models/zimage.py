@@ -77,7 +77,7 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
 
     (a, b) becomes (a·cos − b·sin, b·cos + a·sin), as two products with whole rows and one sum.
     """
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped: Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return (x * table[0] + swapped * table[1]).to(x.dtype)
 
 
