@@ -112,7 +112,8 @@ def test_a_batch_gives_what_its_items_give_alone(ours, captions):
     with torch.inference_mode():
         together = ours(x, TIMES, captions)
         alone = torch.cat([ours(x[i : i + 1], TIMES[i : i + 1], captions[i : i + 1]) for i in range(3)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    # Sums of a batch are made in another order, and other processors have other orders: 1e-6 of the values, several deep.
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_runs_in_bf16(ours, captions):
