@@ -112,7 +112,7 @@ def test_a_batch_gives_what_its_items_give_alone(ours, captions):
     with torch.inference_mode():
         together = ours(x, TIMES, captions)
         alone = torch.cat([ours(x[i : i + 1], TIMES[i : i + 1], captions[i : i + 1]) for i in range(3)])
-    # Sums of a batch are made in another order, and other processors have other orders: 1e-6 of the values, several deep.
+    # The sums of a batch are made in another order, on every processor in one of its own.
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
