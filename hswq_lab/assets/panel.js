@@ -1,5 +1,6 @@
-// What a panel needs from the page and ipywidgets does not give: its keys stay its own, its sliders have names, and no
-// tooltip says "null".
+// What a panel needs from the page and ipywidgets does not give: its keys stay its own, its sliders have names, no
+// tooltip says "null", and its controls come back as they were left when the kernel is restarted.
+const KEPT = Symbol.for("hswq_lab.controls"); // where → { initial, values }; lives as long as the page
 
 // JupyterLab would take the arrow keys of a list to go to another cell.
 function keepKeys(event) {
@@ -17,7 +18,27 @@ function correct(panel) {
   }
 }
 
-function render({ el }) {
+// Where a panel stands: its notebook, its cell, and what it is about.
+function placeOf(panel, subject) {
+  const notebook = panel.closest(".jp-NotebookPanel");
+  const cells = notebook ? [...notebook.querySelectorAll(".jp-Cell")] : [];
+  return `${notebook ? notebook.id : ""} ${cells.indexOf(panel.closest(".jp-Cell"))} ${subject}`;
+}
+
+// The controls of a new panel become those of the one that stood there before, unless the code has changed: then
+// they begin with other values, and what the code says wins.
+function remember(panel, model) {
+  const kept = (globalThis[KEPT] ??= new Map());
+  const place = placeOf(panel, model.get("subject"));
+  const initial = JSON.stringify(model.get("initial"));
+  const keep = () => kept.set(place, { initial, values: model.get("values") });
+  const before = kept.get(place);
+  if (before && before.initial === initial) model.send({ event: "restore", values: before.values });
+  else keep();
+  model.on("change:values", keep);
+}
+
+function render({ model, el }) {
   const frame = requestAnimationFrame(attach); // the panel around this element comes to the page after it
   let panel = null;
   const observer = new MutationObserver(() => correct(panel));
@@ -28,11 +49,13 @@ function render({ el }) {
     panel.addEventListener("focusin", keepKeys);
     observer.observe(panel, { childList: true, subtree: true });
     correct(panel);
+    remember(panel, model);
   }
 
   return () => {
     cancelAnimationFrame(frame);
     observer.disconnect();
+    model.off("change:values");
     if (panel) panel.removeEventListener("focusin", keepKeys);
   };
 }

@@ -73,7 +73,7 @@ def _tails(figure: go.Figure, detail: LayerDetail, col: int) -> None:
             hovertemplate="|w| = %{x:.2f} rms: %{y:,}<extra></extra>",
         )
         figure.add_trace(line, row=1, col=col)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, row=1, col=col)
+    figure.update_yaxes(style.DECADES, row=1, col=col)
     figure.update_xaxes(title="|w| / rms", row=1, col=col)
 
 

@@ -67,7 +67,7 @@ def bars_figure(
         )
     figure.update_yaxes(title=style.text(unit))
     if log:
-        figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+        figure.update_yaxes(style.DECADES)
     if len(groups) > 1:
         style.legend_below(figure)
     return figure
@@ -189,7 +189,7 @@ def proxies_figure(report: ImpactReport, form: str = "nvfp4") -> go.Figure:
             col=index % 2 + 1,
         )
     figure.update_xaxes(type="log", exponentformat="power", nticks=6, minor={"showgrid": False})
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    figure.update_yaxes(style.DECADES)
     figure.update_yaxes(title="measured impact", col=1)
     return figure
 

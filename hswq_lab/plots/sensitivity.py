@@ -51,7 +51,7 @@ def impact_figure(
     figure.update_xaxes(showticklabels=len(layers) <= style.MOST_LABELS, tickfont={"size": 9}, title="")
     if order != "impact":
         _name_groups(figure, layers, order)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="impact")
+    figure.update_yaxes(style.DECADES, title="impact")
     style.legend_above(figure)
     return figure
 
@@ -186,7 +186,7 @@ def _add_measured(figure: go.Figure, report: ParetoReport) -> None:
 
 def _label_plans(figure: go.Figure) -> None:
     figure.update_xaxes(title="bits a weight (Linears, scales included)")
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, title="1 − final cosine")
+    figure.update_yaxes(style.DECADES, title="1 − final cosine")
     figure.add_hline(y=1 - SAME_IMAGE, line={"color": style.GREY, "width": 1, "dash": "dot"})
     style.legend_below(figure)
 

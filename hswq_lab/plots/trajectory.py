@@ -156,7 +156,7 @@ def _notes(trace: SeedTrace, measure: Measure) -> list[list[str]]:
 def _label(figure: go.Figure, columns: int) -> None:
     for row, (_, name) in enumerate(_ROWS, start=1):
         figure.update_yaxes(title_text=f"1 − cos, {name}", row=row, col=1)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    figure.update_yaxes(style.DECADES)
     figure.update_xaxes(title_text="step", row=2)
     for column in range(1, columns + 1):
         label = f"same image: cos ≥ {SAME_IMAGE}" if column == 1 else ""

@@ -91,6 +91,12 @@ class BakeCheck(Panel):
         self.apply_button.on_click(self.guarded(lambda _: self._apply()))
         self.undo_button.on_click(self.guarded(lambda _: self._undo()))
         self.again_button.on_click(self.guarded(lambda _: self._again()))
+        rows = {
+            f"{what} {place}": control
+            for place, row in enumerate(self.rows)
+            for what, control in zip(("on", "strength"), row, strict=True)
+        }
+        self.mind(way=self.way, prompt=self.prompt, seed=self.seed, **rows)
 
     def result(self) -> BakeReport | None:
         """The evidence for what is on the pack."""

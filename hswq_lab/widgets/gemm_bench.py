@@ -109,6 +109,10 @@ class GemmBench(Panel):
         self._refresh()
         if isinstance(results, str):
             self.guarded(self.load)(results)
+        self.mind(
+            device=self.device, dtype=self.dtype, shapes=self.shapes, rows=self.rows, backends=self.backends,
+            repeats=self.repeats, shown=self.shown,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Times what the controls describe."""

@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import anywidget
+import traitlets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import ipywidgets
 
 
 class Manners(anywidget.AnyWidget):
-    """Shows nothing; keeps the keys of the panel around it, and names its sliders for screen readers."""
+    """Shows nothing; keeps the keys of the panel around it, names its sliders, and remembers its controls.
+
+    The page keeps the controls' values, so they survive "restart kernel and run all cells", and nothing is written.
+
+    Args:
+        subject: what the panel is about.
+        controls: name → control with a `value` that JSON can hold.
+    """
 
     _esm = (files("hswq_lab") / "assets" / "panel.js").read_text(encoding="utf-8")
+    subject = traitlets.Unicode().tag(sync=True)
+    initial = traitlets.Dict().tag(sync=True)
+    values = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, subject: str, controls: Mapping[str, ipywidgets.Widget]) -> None:
+        self._controls = dict(controls)
+        values = self._read()
+        super().__init__(subject=subject, initial=values, values=values)
+        self.on_msg(self._received)
+        for control in self._controls.values():
+            control.observe(lambda _: setattr(self, "values", self._read()), names="value")
+
+    def _read(self) -> dict[str, Any]:
+        return {name: control.value for name, control in self._controls.items()}
+
+    def _received(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+        if content.get("event") != "restore":
+            return
+        for name, value in content["values"].items():
+            restored = tuple(value) if isinstance(value, list) else value
+            try:
+                self._controls[name].value = restored
+            except (KeyError, traitlets.TraitError):
+                continue  # an option or a range that is not there any more

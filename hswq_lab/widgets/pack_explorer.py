@@ -92,6 +92,7 @@ class PackExplorer(Panel):
         for control in (self.filter, self.order, self.descending):
             control.observe(self.guarded(lambda _: self._list()), names="value")
         self.layers.observe(self.guarded(self._choose), names="value")
+        self.mind(source=self.source, filter=self.filter, order=self.order, descending=self.descending)
         if what is not None:
             self.load(what)
 

@@ -65,7 +65,9 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._exports = ipywidgets.HBox(list(self.export_buttons.values()), layout={"display": "none"})
         head = ipywidgets.HTML(markup.style_sheet() + markup.heading(title, note))
         frame = ipywidgets.HBox([self._running, self.status], layout={"align_items": "center"})
-        super().__init__([head, *body, frame, self.errors, self._exports, *_manners()])
+        self._title = title
+        self._parts = [head, *body, frame, self.errors, self._exports]
+        super().__init__(self._parts)
         self.add_class("hswq-panel")
         self.add_class(css_class)
 
@@ -132,6 +134,20 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self.bar.value = job.done / job.total if job.total else 0.0
             self.say(f"{job.label}{_time_left(job.seconds_left)}")
 
+    def mind(self, **controls: ipywidgets.Widget) -> None:
+        """Asks the page for what ipywidgets lacks, see `Manners`; to be called at the end of a panel's `__init__`.
+
+        Args:
+            controls: those whose values are to survive a restart of the kernel.
+        """
+        if (
+            find_spec("anywidget") is not None
+        ):  # keys, names and values are as ipywidgets leaves them otherwise
+            manners = import_module("hswq_lab.widgets.manners").Manners(
+                f"{self._name}, {self._title}", controls
+            )
+            self.children = [*self._parts, manners]
+
     # -- exports ---------------------------------------------------------------------------------------------
 
     def result(self) -> Result | None:
@@ -173,13 +189,6 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         path = self.export(form)
         progress(1, 1, "written")
         return path
-
-
-def _manners() -> list[ipywidgets.Widget]:
-    """Nothing where anywidget is missing: keys and names are then as ipywidgets leaves them."""
-    if find_spec("anywidget") is None:
-        return []
-    return [import_module("hswq_lab.widgets.manners").Manners()]
 
 
 def _time_left(seconds: float | None) -> str:

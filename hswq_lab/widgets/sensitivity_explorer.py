@@ -98,6 +98,9 @@ class SensitivityExplorer(Panel):
         self.plans.on_click(self.guarded(self._cut_to))
         if report is not None:
             self._impacts_known(report)
+        self.mind(
+            cut=self.cut, order=self.order, prompts=self.impact_seeds, steps=self.impact_steps, path=self.path
+        )
 
     def result(self) -> ImpactReport | ParetoReport | None:
         """What was measured of plans, else the impacts."""

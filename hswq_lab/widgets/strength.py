@@ -129,6 +129,7 @@ class StrengthSlider(Panel):
         )
         for control in (self.strength, self.prompt, self.seed):
             control.observe(self.guarded(self._request), names="value")
+        self.mind(strength=self.strength, prompt=self.prompt, seed=self.seed)
         self._request(None)
 
     def _request(self, _change: object) -> None:

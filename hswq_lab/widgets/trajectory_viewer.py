@@ -88,6 +88,7 @@ class TrajectoryViewer(Panel):
         self.step.observe(self.guarded(lambda _: self._look()), names="value")
         self.figure.on_click(self.guarded(self._go_to))
         self.guarded(self._begin)(report)
+        self.mind(seeds=self.seed_count, steps=self.steps, cfg=self.cfg, seed=self.seed, step=self.step)
 
     def compare(self) -> None:
         """Runs the comparison that the controls describe."""
