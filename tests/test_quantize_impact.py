@@ -82,7 +82,9 @@ def test_names_that_end_in_weight_are_matched(tmp_path):
 
 def test_a_lost_latent_survives_the_file_as_infinite(tmp_path):
     row = LayerImpact("a", "nvfp4", 64, 64, [1.0, math.inf])
-    path = ImpactReport("m", "s", ["x", "y"], [1, 2], 4, 2.5, 1.5, (16, 16), "rtn", [row]).save(tmp_path / "i.json")
+    path = ImpactReport("m", "s", ["x", "y"], [1, 2], 4, 2.5, 1.5, (16, 16), "rtn", [row]).save(
+        tmp_path / "i.json"
+    )
     assert ImpactReport.load(path).of("a").impact == math.inf
 
 
