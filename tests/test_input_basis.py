@@ -129,6 +129,10 @@ def test_files_hold_it_and_reports_name_it(ranked, tiny_model, tmp_path, capsys)
     assert hl.check(path, tiny_model).ok
     again = hl.save(hl.load(path), tmp_path / "again.safetensors")
     assert again.read_bytes() == path.read_bytes()
+    key = "layers.1.attention.qkv.weight"
+    other = read.with_values({key: replace(read[key], activation_scales="sweep")})
+    other.save(tmp_path / "other.safetensors")  # the old marker must not be kept
+    assert hl.Checkpoint.open(tmp_path / "other.safetensors")[key].activation_scales == "sweep"
     done = convert(path, tmp_path / "comfy.safetensors", to="comfy")
     assert {"input_scale, input_basis"} < {row.lost for row in done.rows}
     assert not any("input_basis" in key for key in load_file(tmp_path / "comfy.safetensors"))
