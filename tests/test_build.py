@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -206,3 +207,14 @@ def test_backends_of_this_installation():
         assert "80" in report["cuda"].targets
     else:
         assert report["cuda"].built or report["cuda"].why
+
+
+def test_a_source_distribution_has_what_it_builds_from(tmp_path):
+    command = ["setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert sources <= names
+    assert {"hswq_lab/py.typed", "hswq_lab/assets/mini_codec.npz", "constraints.txt", "Makefile"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
