@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from hswq_lab.checkpoint.anything import Anything, as_checkpoint
 from hswq_lab.checkpoint.closeness import closeness, dense
+from hswq_lab.errors import HswqError
 from hswq_lab.formats import (
+    Fp8Weight,
     Int8Weight,
+    Mxfp8Weight,
     Nvfp4Weight,
     PackedWeight,
     decode_e2m1,
@@ -169,11 +172,13 @@ def _codes(value: PackedWeight | None) -> tuple[list[float], list[int]]:
         case Int8Weight():
             counts = torch.bincount(value.q.flatten().long() + 128, minlength=256)
             decoded = torch.arange(-128, 128).float()
-        case _:
-            stored = value.disk_tensors()["weight"]
+        case Fp8Weight() | Mxfp8Weight():
+            stored = value.data
             every = torch.arange(256, dtype=torch.uint8)
             counts = torch.bincount(stored.contiguous().view(torch.uint8).flatten().long(), minlength=256)
             decoded = every.view(stored.dtype).float()
+        case _:
+            raise HswqError("nobody knows the codes of this packed format here", found=value.format)
     totals: dict[float, int] = {}
     for code, count in zip(decoded.tolist(), counts.tolist(), strict=True):
         if code == code:  # noqa: PLR0124  # NaN codes have no place on an axis

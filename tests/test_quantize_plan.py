@@ -101,7 +101,9 @@ def test_order_is_part_of_a_plan():
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 300), k=st.integers(1, 300), form=st.sampled_from(["nvfp4", "nvfp4+r5", "int8"]))
+@given(
+    n=st.integers(1, 300), k=st.integers(1, 300), form=st.sampled_from(["nvfp4+r5", "int8", *packing.FORMATS])
+)
 def test_planned_bytes_are_those_of_the_packed_weight(n, k, form):
     plan = Plan({"*": form})
     stored, group, rank = plan.for_layers({"layer": (n, k)})["layer"]

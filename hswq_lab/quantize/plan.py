@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hswq_lab.checkpoint.kinds import KINDS
 from hswq_lab.errors import HswqError
+from hswq_lab.formats._rows import ceil_to
 from hswq_lab.formats.rotation import group_for
+from hswq_lab.formats.swizzle import swizzled_shape
 from hswq_lab.json_file import read_json
+from hswq_lab.packing import FORMATS
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -21,7 +26,7 @@ KEPT = "16-bit"
 UNROTATED = "-unrotated"
 RANK = "+r"
 ROTATABLE = ("nvfp4", "int8_tensorwise")
-_FORMATS = (*ROTATABLE, *(name + UNROTATED for name in ROTATABLE), "float8_e4m3fn", "float8_e5m2", KEPT)
+_FORMATS = (*FORMATS, *(name + UNROTATED for name in ROTATABLE), KEPT)
 _ALIASES = {
     "int8": "int8_tensorwise",
     "int8-unrotated": "int8_tensorwise-unrotated",
@@ -49,7 +54,7 @@ class Plan(Mapping[str, str]):
 
     Formats: "nvfp4" and "int8_tensorwise" (short: "int8") are rotated; "nvfp4-unrotated" and
     "int8_tensorwise-unrotated" are not; "nvfp4+r16" and "nvfp4-unrotated+r16" have an input basis of rank 16
-    (see `gather_bases`); "float8_e4m3fn" and "float8_e5m2"; "16-bit" leaves the layer alone.
+    (see `gather_bases`); "float8_e4m3fn", "float8_e5m2" and "mxfp8"; "16-bit" leaves the layer alone.
     Where several entries match a layer, the last one wins; a layer that none matches stays 16-bit. Names may
     end in ".weight".
 
@@ -170,12 +175,16 @@ def packed_nbytes(form: str, shape: tuple[int, int]) -> int:
     """Bytes of a weight (N, K) on disk in a format, scales and padding included, markers not."""
     n, k = shape
     form, _, rank = layer_format(form, k)
-    if form == "nvfp4":
-        rows, columns = _ceil_to(n, 16), _ceil_to(k, 16)
-        return rows * columns // 2 + _ceil_to(n, 128) * _ceil_to(columns // 16, 4) + 4 + 4 + rank * k
-    if form == "int8_tensorwise":
-        return n * k + 4 * n
-    return 2 * n * k if form == KEPT else n * k + 4
+    if form == KEPT:
+        return 2 * n * k
+    kind = KINDS[form]
+    rows, columns = ceil_to(n, kind.multiple), ceil_to(k, kind.multiple)
+    if kind.block is not None:
+        scales = math.prod(swizzled_shape(rows, columns // kind.block))
+    else:
+        scales = 4 * n if kind.per_row else 4
+    tensor_scales = 4 + 4 if form == "nvfp4" else 0  # of the weight and of the inputs
+    return rows * columns // kind.values_per_byte + scales + tensor_scales + rank * k
 
 
 def canonical(form: str, pattern: str) -> str:
@@ -210,7 +219,3 @@ def _unmatched(pattern: str, layers: Mapping[str, tuple[int, int]]) -> HswqError
         found=f"0 of {len(layers)} layers match",
         fix=nearest(pattern, layers),
     )
-
-
-def _ceil_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
