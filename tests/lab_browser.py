@@ -86,16 +86,21 @@ class LabServer:
             self._process.kill()
             self._process.wait()
 
-    def rest(self, what: str):
-        """The answer of the server's REST interface; None while it does not answer."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/api/{what}", headers={"Authorization": f"token {self.token}"}
-        )
+    def rest(self, what: str, method: str = "GET"):
+        """The answer of the server's REST interface; None while it does not answer, and to a DELETE."""
+        address = f"http://127.0.0.1:{self.port}/api/{what}"
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(address, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
-                return json.load(answer)
+                return json.load(answer) if method == "GET" else None
         except OSError:
             return None
+
+    def stop_kernels(self) -> None:
+        """Ends every session, so that the next notebook finds none."""
+        for session in self.rest("sessions") or []:
+            self.rest(f"sessions/{session['id']}", "DELETE")
 
     def wait_for_kernel(self) -> None:
         """Waits until a kernel is idle and the page is connected to it."""
@@ -133,38 +138,97 @@ class LabPage:
             if "parameters" in cell["metadata"].get("tags", []):
                 cell["source"] = [*cell["source"], "\n", *lines]
         if more:
-            last = {"cell_type": "code", "id": "more", "metadata": {}, "source": [more]}
-            content["cells"].append(last | {"outputs": [], "execution_count": None})
-        (self.server.root / notebook.name).write_text(json.dumps(content), encoding="utf-8")
-        address = f"http://127.0.0.1:{self.server.port}/lab/workspaces/e2e/tree/{notebook.name}"
+            content["cells"].append(_code_cell("more", more))
+        self._show(notebook.name, content)
+
+    def open_cells(self, *sources: str) -> None:
+        """Opens a notebook of code cells."""
+        cells = [_code_cell(f"cell{place}", source) for place, source in enumerate(sources)]
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        content = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+        self._show("cells.ipynb", content)
+
+    def _show(self, name: str, content: dict) -> None:
+        (self.server.root / name).write_text(json.dumps(content), encoding="utf-8")
+        address = f"http://127.0.0.1:{self.server.port}/lab/workspaces/e2e/tree/{name}"
         self.page.goto(f"{address}?reset&token={self.server.token}")
         self.page.wait_for_selector(".jp-NotebookPanel .jp-Notebook", timeout=60_000)
         self.server.wait_for_kernel()
 
     def run_all(self, seconds: float = 240) -> None:
         """Runs every cell and waits until each prompt has a number; fails at an error output."""
-        self.page.get_by_role("menuitem", name="Run", exact=True).click()
-        self.page.locator(".lm-Menu-item", has_text="Run All Cells").first.click()
+        self.menu("Run", "Run All Cells")
+        self.wait_until_run(seconds)
+
+    def restart_and_run_all(self, seconds: float = 240) -> None:
+        """Restarts the kernel and runs every cell, as `run_all`."""
+        self.menu("Kernel", "Restart Kernel and Run All Cells…")
+        self.page.get_by_role("button", name="Confirm Kernel Restart").click()
+        self.page.wait_for_function(
+            "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].some(p => !/\\d/.test(p.textContent))"
+        )
+        self.wait_until_run(seconds)
+
+    def menu(self, menu: str, item: str) -> None:
+        """Clicks an item of a menu."""
+        self.page.get_by_role("menuitem", name=menu, exact=True).click()
+        self.page.locator(".lm-Menu-item", has_text=item).first.click()
+
+    def wait_until_run(self, seconds: float) -> None:
+        """Waits until the prompt of each cell has a number; fails at an error output."""
         self.page.wait_for_function(
             """() => {
               const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(p => p.textContent);
-              const errors = document.querySelectorAll('[data-mime-type*="jupyter.error"]').length;
+              const errors = document.querySelectorAll('[data-mime-type*="stderr"]').length;
               return errors > 0 || prompts.every(text => /\\[\\d+\\]/.test(text));
             }""",
             timeout=1000 * seconds,
         )
-        assert self.page.locator('[data-mime-type*="jupyter.error"]').all_text_contents() == []
         assert self.page.locator('[data-mime-type*="stderr"]').all_text_contents() == []
 
-    def panel(self, css_class: str):
-        """The panel with a class, scrolled into view."""
-        found = self.page.locator(f".jp-OutputArea-output .{css_class}").first
+    def panel(self, css_class: str, place: int = 0):
+        """The panel with a class (the first one, or another place among them), scrolled into view."""
+        found = self.page.locator(f".jp-OutputArea-output .{css_class}").nth(place)
         found.scroll_into_view_if_needed()
         return found
+
+    def active_cell(self) -> int:
+        """The place of the cell that JupyterLab takes for the active one."""
+        return self.page.evaluate(
+            "() => [...document.querySelectorAll('.jp-Cell')].findIndex(c => c.classList.contains('jp-mod-active'))"
+        )
+
+    def click_point(self, css_class: str, trace: int, point: int) -> None:
+        """Clicks a point of the first plot of a panel."""
+        x, y = self.page.evaluate(
+            """([css, trace, point]) => {
+              const plot = document.querySelector(`.${css} .js-plotly-plot`);
+              plot.scrollIntoView({ block: 'center' });
+              const { xaxis, yaxis } = plot._fullData[trace];
+              const axis = (name) => plot._fullLayout[name.replace(/^(.)/, '$1axis')];
+              const [across, up] = [axis(xaxis), axis(yaxis)];
+              const box = plot.getBoundingClientRect();
+              return [
+                box.left + across._offset + across.d2p(plot.data[trace].x[point]),
+                box.top + up._offset + up.d2p(plot.data[trace].y[point]),
+              ];
+            }""",
+            [css_class, trace, point],
+        )
+        self.page.mouse.move(x - 3, y)
+        self.page.mouse.move(x, y, steps=3)
+        self.page.mouse.down()
+        self.page.mouse.up()
 
     def wait_for(self, condition: str, argument: object = None, seconds: float = 60) -> None:
         """Waits until a JavaScript condition (a function of the argument) holds in the page."""
         self.page.wait_for_function(condition, arg=argument, timeout=1000 * seconds)
+
+
+def _code_cell(name: str, source: str) -> dict:
+    return {
+        "cell_type": "code", "id": name, "metadata": {}, "source": [source], "outputs": [], "execution_count": None
+    }  # fmt: skip
 
 
 def why_no_browser_test() -> str | None:

@@ -5,7 +5,10 @@ With HSWQ_LAB_SCREENSHOTS=FOLDER the panels are photographed into that folder.
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +24,34 @@ pytestmark = [
 ]
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PICTURES = "() => [...document.querySelectorAll('{} img')].map(i => i.src)"
-BAKE = "hl.widgets.BakeCheck(pack, [hl.load_lora(p) for p in model.companion.loras.values()], model, steps=2)"
+BAKE = (
+    "hl.widgets.BakeCheck(pack, [hl.load_lora(p) for p in model.companion.loras.values()], model, steps=20)"
+)
+COMPARE = "hl.widgets.TrajectoryViewer(model=model, variants=variants, steps=60)"
+RESULTS = str(NOTEBOOKS.parent / "benchmarks" / "results")
+GEMM = f"import hswq_lab as hl\nhl.widgets.GemmBench(results={RESULTS!r})"
+MODEL = """
+import torch
+import hswq_lab as hl
+from hswq_lab.session import bar, open_model
+torch.set_num_threads(1)
+model = open_model("mini-zimage", device="cpu")
+with bar("packing") as progress:
+    pack = hl.pack(model, hl.Plan({"layers.*": "nvfp4"}), scales="rtn", progress=progress)
+pack.report().figure()
+"""
+PACK = 'hl.widgets.PackExplorer(hl.save(pack, "pack.safetensors"), model)'
+STRENGTH = """
+lora = hl.load_lora(next(iter(model.companion.loras.values())))
+hl.widgets.StrengthSlider(pack, lora, model, steps=2)
+"""
+LOOKS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(p => p.querySelector('.gtitle')).map(plot => [
+  getComputedStyle(plot.querySelector('.gtitle')).fill,
+  getComputedStyle(plot.querySelector('.main-svg')).backgroundColor,
+])"""
+AT_ONCE = (
+    2.0  # seconds from the click on Cancel to the panel's word: a second of work, and the way there and back
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +63,18 @@ def browser():
         running.close()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with LabServer(tmp_path_factory.mktemp("lab")) as running:
+        yield running
+
+
 @pytest.fixture
-def lab(browser, tmp_path):
-    with LabServer(tmp_path) as server:
-        page = browser.new_page(viewport={"width": 1250, "height": 1300})
-        yield LabPage(page, server)
-        page.close()
+def lab(browser, server):
+    page = browser.new_page(viewport={"width": 1250, "height": 1300})
+    yield LabPage(page, server)
+    page.close()
+    server.stop_kernels()
 
 
 def keep(panel, name):
@@ -77,6 +113,25 @@ def changed(css):
     )
 
 
+def cancel(lab, panel, start):
+    """Starts long work, cancels it, and waits for the panel to say so."""
+    panel.get_by_role("button", name=start).click()
+    button = panel.get_by_role("button", name="Cancel")
+    button.wait_for(timeout=60_000)
+    clicked = time.monotonic()
+    button.click()
+    panel.get_by_role("status").filter(has_text="cancelled").wait_for(timeout=60_000)
+    assert time.monotonic() - clicked < AT_ONCE
+
+
+def export(lab, panel, form):
+    """Presses an export button, waits for the panel to name the file, and returns it."""
+    panel.get_by_role("button", name=form, exact=True).click()
+    told = panel.get_by_role("status").filter(has_text=f".{form.lower()}")
+    told.wait_for(timeout=60_000)
+    return lab.server.root / told.inner_text().removeprefix("written: ")
+
+
 def test_the_tours_slider_by_keyboard_and_by_mouse(lab):
     lab.open(NOTEBOOKS / "00_tour.ipynb", FAST=True)
     lab.run_all()
@@ -90,7 +145,7 @@ def test_the_tours_slider_by_keyboard_and_by_mouse(lab):
     assert "0.60" in panel.inner_text()
     drag(lab, panel, 120)
     lab.wait_for(changed(".hswq-strength"), after_keys)
-    keep(panel, "strength_slider")
+    keep(panel, "StrengthSlider")
     assert lab.complaints == []
 
 
@@ -117,13 +172,21 @@ def test_plans_move_with_the_cut_cancel_stops_and_an_export_is_a_file(lab):
     press(lab, panel, "ArrowLeft", 6)
     lab.wait_for(f"before => ({drawn})() !== before", before)
     assert panel.inner_text() != told
-    panel.get_by_role("button", name="Measure impacts").click()
-    panel.get_by_role("button", name="Cancel").click(timeout=60_000)
-    lab.wait_for("() => document.querySelector('.hswq-sensitivity').innerText.includes('cancelled')")
-    panel.get_by_role("button", name="CSV").click()
-    lab.wait_for("() => document.querySelector('.hswq-sensitivity').innerText.includes('written:')")
-    assert (lab.server.root / "exports" / "hswq-sensitivity.csv").stat().st_size > 100
-    keep(panel, "sensitivity_explorer")
+    cancel(lab, panel, "Measure impacts")
+    assert export(lab, panel, "CSV").stat().st_size > 100
+    panel.get_by_label("≤ MiB").fill("7.5")
+    lab.page.keyboard.press("Enter")
+    lab.wait_for(
+        "() => /7\\.[34]\\d MiB of Linears/.test(document.querySelector('.hswq-sensitivity').innerText)"
+    )
+    panel.get_by_label("order").select_option("kind")
+    groups = f"() => [...{plot}.querySelectorAll('.xtick text')].map(t => t.textContent).includes('others')"
+    lab.wait_for(groups)
+    panel.get_by_label("file").fill("planned.safetensors")
+    panel.get_by_role("button", name="Pack this plan").click()
+    panel.get_by_role("status").filter(has_text="calibrate it").wait_for(timeout=60_000)
+    assert (lab.server.root / "planned.safetensors").stat().st_size > 1_000_000
+    keep(panel, "SensitivityExplorer")
     assert lab.complaints == []
 
 
@@ -131,12 +194,15 @@ def test_a_lora_is_baked_and_an_error_is_shown_where_the_user_is(lab):
     lab.open(NOTEBOOKS / "04_bake_correctness.ipynb", more=BAKE, FAST=True)
     lab.run_all()
     panel = lab.panel("hswq-bake")
+    cancel(lab, panel, "Apply")
     panel.get_by_role("button", name="Apply").click()
     lab.wait_for("() => document.querySelectorAll('.hswq-bake img').length === 4")
     assert "OK" in panel.locator(".hswq-banner").inner_text()
     panel.get_by_role("button", name="Second generation").click()
     lab.wait_for("() => document.querySelector('.hswq-bake').innerText.includes('bit for bit')")
-    keep(panel, "bake_check")
+    keep(panel, "BakeCheck")
+    panel.get_by_role("button", name="Undo").click()
+    panel.get_by_text("pristine").wait_for()
     panel.get_by_role("checkbox").first.uncheck()
     panel.get_by_role("button", name="Apply").click()
     lab.wait_for("() => document.querySelector('.hswq-bake [role=alert]')")
@@ -145,7 +211,7 @@ def test_a_lora_is_baked_and_an_error_is_shown_where_the_user_is(lab):
 
 
 def test_the_steps_of_a_trajectory_show_other_pictures(lab):
-    lab.open(NOTEBOOKS / "05_trajectories.ipynb", FAST=True)
+    lab.open(NOTEBOOKS / "05_trajectories.ipynb", more=COMPARE, FAST=True)
     lab.run_all()
     panel = lab.panel("hswq-trajectory")
     lab.wait_for("() => document.querySelectorAll('.hswq-trajectory img').length >= 2")
@@ -156,5 +222,92 @@ def test_the_steps_of_a_trajectory_show_other_pictures(lab):
     press(lab, panel, "ArrowRight", 2)
     lab.wait_for("() => document.querySelector('.hswq-trajectory').innerText.includes('step 2 of')")
     lab.wait_for(changed(".hswq-trajectory"), before)
-    keep(panel, "trajectory_viewer")
+    keep(panel, "TrajectoryViewer")
+    lab.click_point("hswq-trajectory", trace=0, point=1)
+    lab.wait_for("() => document.querySelector('.hswq-trajectory').innerText.includes('step 1 of')")
+    assert export(lab, panel, "HTML").stat().st_size > 1_000_000, "plotly is inside"
+    assert json.loads(export(lab, panel, "JSON").read_text())["result"] == "TrajectoryReport"
+    cancel(lab, lab.panel("hswq-trajectory", 1), "Compare")
     assert lab.complaints == []
+
+
+def test_a_pack_is_opened_filtered_checked_and_exported_by_keyboard(lab):
+    lab.open_cells(MODEL, PACK)
+    lab.run_all()
+    panel = lab.panel("hswq-pack")
+    title = "document.querySelector('.hswq-pack .js-plotly-plot .gtitle').textContent"
+    lab.wait_for(f"() => {title}.endsWith('weight')")
+    before, cell = lab.page.evaluate(f"() => {title}"), lab.active_cell()
+    panel.get_by_label("layer", exact=True).focus()
+    lab.page.keyboard.press("ArrowDown")
+    lab.wait_for(f"before => {title} !== before && {title}.endsWith('weight')", before)
+    assert lab.active_cell() == cell, "the arrow was the list's"
+    keep(panel, "PackExplorer")
+    panel.get_by_label("filter").fill("feed_forward.w2")
+    lab.page.keyboard.press("Enter")
+    lab.wait_for(f"() => {title}.includes('feed_forward.w2')")
+    assert json.loads(export(lab, panel, "JSON").read_text())["result"] == "LayerDetail"
+    panel.get_by_role("tab", name="findings").click()
+    panel.get_by_role("button", name="Check the whole file").click()
+    panel.locator(".hswq-banner").filter(has_text="PASSED").wait_for()
+    panel.get_by_role("button", name="Browse").click()
+    panel.get_by_label("choose").select_option(label="../")
+    panel.get_by_role("button", name="Go in").click()
+    panel.get_by_label("choose").get_by_text("work/").wait_for(state="attached")
+    panel.get_by_label("file", exact=True).fill("nowhere.safetensors")
+    panel.get_by_role("button", name="Open").click()
+    panel.get_by_role("alert").filter(has_text="does not exist").wait_for()
+    assert lab.complaints == []
+
+
+def test_products_are_timed_cancelled_and_compared_and_a_restart_keeps_what_was_typed(lab):
+    lab.open_cells(GEMM)
+    lab.run_all()
+    panel = lab.panel("hswq-gemm")
+    panel.get_by_label("repeats").fill("1000")
+    panel.get_by_label("M", exact=True).fill("192")
+    cancel(lab, panel, "Run")
+    panel.get_by_label("repeats").fill("2")
+    panel.get_by_label("N × K").fill("32×64")
+    panel.get_by_role("button", name="Run").click()
+    panel.get_by_text("calls ran where they should").wait_for(timeout=60_000)
+    panel.get_by_label("show").select_option("gpu_kernels_nvidia_h200")
+    panel.get_by_text("NVIDIA H200 (").first.wait_for()
+    panel.get_by_role("tab", name="roofline").click()
+    lab.wait_for(
+        "() => document.querySelectorAll('.hswq-gemm .js-plotly-plot .scatterlayer .point').length > 50"
+    )
+    assert export(lab, panel, "SVG").read_text().startswith("<svg")
+    keep(panel, "GemmBench")
+    lab.restart_and_run_all()
+    panel = lab.panel("hswq-gemm")
+    lab.wait_for("() => document.querySelector('.hswq-gemm input').value === '32×64'")
+    assert panel.get_by_label("repeats").input_value() == "2"
+    assert panel.get_by_label("M", exact=True).input_value() == "192"
+    assert lab.complaints == []
+
+
+def test_in_the_dark_at_900_pixels_all_is_readable_named_and_inside(browser, tmp_path):
+    with LabServer(tmp_path, theme="JupyterLab Dark") as server:
+        page = browser.new_page(viewport={"width": 900, "height": 1300})
+        lab = LabPage(page, server)
+        lab.open_cells(MODEL, STRENGTH, PACK, GEMM)
+        lab.run_all()
+        page.keyboard.press("Control+b")  # hides the list of files
+        for css in ("hswq-strength", "hswq-pack", "hswq-gemm"):
+            panel = lab.panel(css)
+            lab.wait_for(
+                f"() => document.querySelector('.{css}').scrollWidth <= document.querySelector('.{css}').clientWidth"
+            )
+            keep(panel, f"dark_{css}")
+            for slider in panel.get_by_role("slider").all():
+                assert slider.get_attribute("aria-label").startswith("strength of")
+        lab.wait_for("() => document.querySelectorAll('.js-plotly-plot .gtitle').length > 2")
+        looks = page.evaluate(LOOKS)
+        assert len(looks) > 2
+        for ink, paper in looks:
+            assert min(map(int, re.findall(r"\d+", ink)[:3])) > 180, "light ink"
+            assert paper == "rgba(0, 0, 0, 0)"
+        assert page.get_by_role("button", name="Share").count() == 0, "nothing is offered for upload"
+        assert lab.complaints == []
+        page.close()

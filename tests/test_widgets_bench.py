@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,7 @@ def test_a_folder_gives_its_benchmarks_and_leaves_other_files_alone(tmp_path):
     products().save(tmp_path / "h200.json")
     pictures().save(tmp_path / "a.json")
     (tmp_path / "other.json").write_text('{"kernels": []}')
+    (tmp_path / "report.json").write_text('{"machine": {"bf16_tflops": 700}}')
     assert list(bench.read_benches(tmp_path)) == ["a", "h200"]
     with pytest.raises(HswqError, match="no such folder"):
         bench.read_benches(tmp_path / "missing")
@@ -126,11 +128,15 @@ def test_the_linears_of_a_kernel_benchmark_are_read_too(tmp_path):
     sizes = {"m": 16, "n": 128, "k": 64, "us": 2.0, "tflops": 0.131072, "speedup": 1.0}
     content = {
         "machine": CARD, "copy_gb_per_s": 4000.0, "bf16_tflops": 700.0,
-        "rows": [{"kernel": "rotate", "us": 1.0}, {"linear": "bf16", **sizes}, {"linear": "w4a8", **sizes}],
+        "rows": [{"kernel": "rotate", "us": 1.0}, {"linear": "bf16", **sizes}, {"linear": "w4a8", **sizes},
+                 {"linear": "w4a8 kept", **sizes}, {"linear": "int8, comfy-kitchen", **sizes}],
     }  # fmt: skip
     (tmp_path / "kernels.json").write_text(json.dumps(content))
     (found,) = bench.read_benches(tmp_path).values()
-    peer, w4a8 = found.rows
+    peer, w4a8, kept, other = found.rows
+    assert (kept.op, kept.backend, other.op, other.backend) == ("w4a8 kept", "cuda", "int8", "comfy-kitchen")
+    assert kept.gb_per_s > w4a8.gb_per_s, "a byte a weight, not a nibble and its scale"
+    assert gains(found).set_index("backend").loc["comfy-kitchen", "mode"] == ""
     assert (peer.op, peer.backend, w4a8.op, w4a8.backend) == ("torch bfloat16", "torch", "w4a8", "cuda")
     assert peer.gb_per_s == pytest.approx((2 * (16 * 64 + 16 * 128) + 2 * 128 * 64) / 2e3)
     assert w4a8.gb_per_s == pytest.approx((2 * (16 * 64 + 16 * 128) + 128 * 64 * 9 / 16) / 2e3)
@@ -142,6 +148,11 @@ def test_the_linears_of_a_kernel_benchmark_are_read_too(tmp_path):
     assert "fallbacks not counted" in panel.products.shown.layout.title.subtitle.text
     assert "not measured" in panel.times.value
     panel.close()
+
+
+def test_the_results_that_are_shipped_can_be_read():
+    found = bench.read_benches(Path(__file__).parents[1] / "benchmarks" / "results")
+    assert any("H200" in each.machine["name"] for each in found.values())
 
 
 def test_what_only_compiled_is_said_not_to_have_run(monkeypatch):

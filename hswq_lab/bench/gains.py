@@ -8,6 +8,7 @@ from typing import Final
 
 import pandas as pd
 
+from hswq_lab import ops
 from hswq_lab.bench.gemm import ALONE, TORCH, WHOLE, GemmBench
 from hswq_lab.bench.model import ModelBench
 
@@ -30,7 +31,10 @@ def gains(products: GemmBench, pictures: ModelBench | None = None, m: int | None
     size = max(row.m for row in products.rows) if m is None else m
     rows = [row for row in products.rows if row.m == size and row.backend != TORCH]
     seen = _pictures(pictures)
-    modes = {op: mode for mode, op in OP_OF_MODE.items()}
+    ours = set(
+        ops.backends()
+    )  # whole pictures were made with these; other packages' products have no mode here
+    modes = {(op, backend): mode for mode, op in OP_OF_MODE.items() for backend in ours}
 
     def mean(op: str, backend: str, stage: str) -> float:
         found = [r.speedup for r in rows if (r.op, r.backend, r.stage) == (op, backend, stage)]
@@ -44,8 +48,8 @@ def gains(products: GemmBench, pictures: ModelBench | None = None, m: int | None
                 "M": size,
                 "product alone": mean(op, backend, ALONE),
                 "whole Linear": mean(op, backend, WHOLE),
-                "mode": modes.get(op, ""),
-                "whole picture": seen.get(modes.get(op, ""), float("nan")),
+                "mode": modes.get((op, backend), ""),
+                "whole picture": seen.get(modes.get((op, backend), ""), float("nan")),
             }
             for op, backend in dict.fromkeys((row.op, row.backend) for row in rows)
         ]

@@ -60,12 +60,20 @@ def read_benches(folder: str | os.PathLike[str]) -> dict[str, Bench]:
     place = Path(folder)
     if not place.is_dir():
         raise HswqError("there is no such folder of stored benchmarks", file=place)
-    marked = (path for path in sorted(place.glob("*.json")) if _MARK.search(path.read_text(errors="replace")))
-    return {path.stem: read_bench(path) for path in marked}
+    return {path.stem: read_bench(path) for path in sorted(place.glob("*.json")) if _is_benchmark(path)}
 
 
+def _is_benchmark(path: Path) -> bool:
+    """Whether a file says so itself; reports of other kinds may hold the same words further inside."""
+    if _MARK.search(path.read_text(errors="replace")) is None:
+        return False
+    content: Any = read_json(path)
+    return isinstance(content, dict) and (content.get("result") in _KINDS or _KERNEL_MARK in content)
+
+
+_KINDS: Final = ("GemmBench", "ModelBench")
 _KERNEL_MARK: Final = "bf16_tflops"
-_MARK = re.compile(rf'"result":\s*"(GemmBench|ModelBench)"|"{_KERNEL_MARK}":')
+_MARK = re.compile(rf'"result":\s*"({"|".join(_KINDS)})"|"{_KERNEL_MARK}":')
 
 
 @dataclass(frozen=True)
@@ -128,15 +136,16 @@ def _kernels(content: Mapping[str, Any]) -> GemmBench:
 
 
 def _kernel_row(row: Mapping[str, Any], limits: Roofline) -> GemmRow:
-    op, m, n, k = row["linear"], row["m"], row["n"], row["k"]
-    peer = op == "bf16"
-    weight = n * k * (2 if peer else _BYTES_A_WEIGHT[op])
+    op, _, package = row["linear"].partition(", ")  # "w4a16", or "w4a16, comfy-kitchen" for another package's
+    m, n, k = row["m"], row["n"], row["k"]
+    plain = op == "bf16"
+    weight = n * k * _BYTES_A_WEIGHT[op]
     traffic = 2 * (m * k + m * n) + weight
     seconds = row["us"] / 1e6
     return GemmRow(
-        op="torch bfloat16" if peer else op,
+        op="torch bfloat16" if plain else op,
         stage=WHOLE,
-        backend=TORCH if peer else "cuda",
+        backend=TORCH if plain else package or "cuda",
         m=m,
         n=n,
         k=k,
@@ -149,7 +158,15 @@ def _kernel_row(row: Mapping[str, Any], limits: Roofline) -> GemmRow:
     )
 
 
-_BYTES_A_WEIGHT: Final = {"w4a4": 0.5625, "w4a8": 0.5625, "w4a16": 0.5625, "int8": 1}
+# "w4a8 kept" decodes the weight once and keeps it in FP8.
+_BYTES_A_WEIGHT: Final = {
+    "bf16": 2,
+    "w4a4": 0.5625,
+    "w4a8": 0.5625,
+    "w4a8 kept": 1,
+    "w4a16": 0.5625,
+    "int8": 1,
+}
 
 
 def _pictures(content: Mapping[str, Any]) -> ModelBench:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from hswq_lab import ops
 from hswq_lab.plots import style
 
 if TYPE_CHECKING:
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 OP_COLORS = {
     "w4a4": style.VERMILION,
     "w4a8": style.GREEN,
+    "w4a8 kept": style.ORANGE,
     "w4a16": style.BLUE,
     "int8": style.PURPLE,
 }
 
 
+_PLAIN = {"torch", *ops.backends()}  # bars of other packages are hatched
 _ONE_COLUMN = 3  # so many panels at most stand in one column
 _NO_FALLBACKS = {True: "no fallbacks", False: "fallbacks not counted"}
 
@@ -83,7 +86,10 @@ def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], *, show: bool)
         showlegend=show,
         x=[_shape(row) for row in rows],
         y=style.numbers(row.tflops for row in rows),
-        marker={"color": style.translucent(color, 0.45) if alone else color},
+        marker={
+            "color": style.translucent(color, 0.45) if alone else color,
+            "pattern": {"shape": "" if backend in _PLAIN else "/"},
+        },
         customdata=[
             [f"{row.seconds * 1e6:,.1f}", f"{row.speedup:.2f}", f"{100 * row.of_roofline:.0f}", row.fallbacks]
             for row in rows
