@@ -51,7 +51,7 @@ def isa(request):
 def test_the_pass_gives_the_bytes_of_the_steps(isa, form, group, shape, kind):
     pack, change = _pack(*shape, form, group), _factors(*shape)
     if kind == "dense":
-        change = Change(change.dense())
+        change = Change(change.dense)
     with ops.use_backend("reference"):
         expected = bake(pack, change, NAME)
     for threads in (1, 2):
@@ -110,7 +110,7 @@ def test_the_sums_are_those_of_their_definitions(isa, form, group, with_source):
     with ops.use_backend("reference"):
         steps = change_sums(pack, after, change, source)
     w, new = (x.double() if isinstance(x, torch.Tensor) else dequantize(x).double() for x in (pack, after))
-    d = change.dense().double()
+    d = change.dense.double()
     touched = (d != 0).any(1)
     turned = ops.rotate(d.float(), None if form == "bf16" else pack.group).double()
     s = torch.zeros_like(w) if source is None else source.double()
@@ -137,7 +137,7 @@ def test_a_change_of_no_rank_touches_nothing():
     empty = Change(torch.zeros(4, 0), torch.zeros(0, 16))
     assert not empty.any()
     assert not empty.touched.any()
-    assert torch.equal(empty.dense(), torch.zeros(4, 16))
+    assert torch.equal(empty.dense, torch.zeros(4, 16))
     w, source = _normal(4, 16), _normal(4, 16, seed=1)
     found = change_sums(w, w, empty, source)
     assert found.rows == found.cc == found.dd == 0
@@ -159,7 +159,7 @@ def _moved(change: Change) -> Change:
 def test_a_card_gives_the_bytes_and_the_sums_of_the_cpu(form, group):
     for factor in (1.0, 3000.0):
         change = replace(_factors(100, 1024), left=_factors(100, 1024).left * factor)
-        for kind in (change, Change(change.dense())):
+        for kind in (change, Change(change.dense)):
             pack, source = _pack(100, 1024, form, group), _normal(100, 1024, seed=3).bfloat16() * 0.04
             here, there = bake(pack, kind, NAME), bake(pack.to("cuda"), _moved(kind), NAME)
             assert there.device.type == "cuda"
