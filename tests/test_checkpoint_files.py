@@ -191,7 +191,7 @@ class TestDiffusers:
             Checkpoint.open(save(tmp_path / "x.safetensors", tensors))
 
     def test_other_tensors_below_a_split_layer_are_left_alone(self, tmp_path):
-        tensors = {f"layers.0.attention.to_{part}.lora_A.weight": random_matrix(4, 8) for part in "qkv"}
+        tensors = {f"layers.0.attention.to_{part}.extra.weight": random_matrix(4, 8) for part in "qkv"}
         assert set(Checkpoint.open(save(tmp_path / "x.safetensors", tensors))) == set(tensors)
 
 
