@@ -302,8 +302,8 @@ def _row(row: object) -> LayerImpact:
         if isinstance(row, dict) and row.get(proxy) is not None
     }
     n, k = entry(row, "n", int), entry(row, "k", int)
-    if n < 1 or k < 1:
-        raise HswqError("a layer has no size", tensor=entry(row, "layer", str), found=(n, k))
+    if not (0 < n < 2**31 and 0 < k < 2**31):
+        raise HswqError("no layer has this size", tensor=entry(row, "layer", str), found=(n, k))
     return LayerImpact(
         layer_name(entry(row, "layer", str)), entry(row, "format", str), n, k, samples, **proxies
     )
