@@ -71,7 +71,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def lab(browser, server):
-    page = browser.new_page(viewport={"width": 1250, "height": 1300})
+    page = browser.new_page(viewport={"width": 1250, "height": 1700})
     yield LabPage(page, server)
     page.close()
     server.stop_kernels()
@@ -235,7 +235,7 @@ def test_a_pack_is_opened_filtered_checked_and_exported_by_keyboard(lab):
     lab.open_cells(MODEL, PACK)
     lab.run_all()
     panel = lab.panel("hswq-pack")
-    title = "document.querySelector('.hswq-pack .js-plotly-plot .gtitle').textContent"
+    title = "(document.querySelector('.hswq-pack .gtitle')?.textContent ?? '')"
     lab.wait_for(f"() => {title}.endsWith('weight')")
     before, cell = lab.page.evaluate(f"() => {title}"), lab.active_cell()
     panel.get_by_label("layer", exact=True).focus()

@@ -420,7 +420,8 @@ def test_the_panel_applies_what_is_ticked(tiny_model, tiny_pack, loras, tmp_path
     assert json.loads(shown.export("json").read_text())["loras"] == ["style1 ×0.5 (bake)"]
     shown.again_button.click()
     assert shown.wait(SOON)
-    assert "bit for bit" in shown.verdict.value
+    assert "bit for bit" in shown.generation.value
+    assert "style1" in shown.verdict.value, "the evidence stays"
     shown.undo_button.click()
     assert shown.result() is None
 

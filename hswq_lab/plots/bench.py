@@ -25,7 +25,7 @@ OP_COLORS = {
 }
 
 
-_PLAIN = {"torch", *ops.backends()}  # bars of other packages are hatched
+OURS = {"torch", *ops.backends()}  # other packages are hatched, or open
 _ONE_COLUMN = 3  # so many panels at most stand in one column
 _NO_FALLBACKS = {True: "no fallbacks", False: "fallbacks not counted"}
 
@@ -88,7 +88,7 @@ def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], *, show: bool)
         y=style.numbers(row.tflops for row in rows),
         marker={
             "color": style.translucent(color, 0.45) if alone else color,
-            "pattern": {"shape": "" if backend in _PLAIN else "/"},
+            "pattern": {"shape": "" if backend in OURS else "/"},
         },
         customdata=[
             [f"{row.seconds * 1e6:,.1f}", f"{row.speedup:.2f}", f"{100 * row.of_roofline:.0f}", row.fallbacks]

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from hswq_lab.plots import style
-from hswq_lab.plots.bench import OP_COLORS
+from hswq_lab.plots.bench import OP_COLORS, OURS
 
 if TYPE_CHECKING:
     from hswq_lab.bench import GemmBench, GemmRow
@@ -56,7 +56,7 @@ def _points(rows: list[GemmRow], symbols: dict[int, str]) -> go.Scatter:
         marker={
             "color": style.translucent(color, 0.45) if alone else color,
             "size": 10,
-            "symbol": [symbols[row.m] for row in rows],
+            "symbol": [symbols[row.m] + ("" if row.backend in OURS else "-open") for row in rows],
             "line": {"color": color, "width": 1.2},
         },
         customdata=[

@@ -70,7 +70,7 @@ class BakeCheck(Panel):
             description="Second generation", tooltip="drop everything and make the picture again",
             layout={"width": "170px"},
         )  # fmt: skip
-        self.verdict = ipywidgets.HTML()
+        self.verdict, self.generation = ipywidgets.HTML(), ipywidgets.HTML()
         self.pictures = ipywidgets.HTML(markup.note("apply a LoRA to see the pictures"))
         self.figure = LiveFigure(style.placeholder("what arrived comes here"))
         self.checked: Checked | None = None
@@ -79,6 +79,7 @@ class BakeCheck(Panel):
             ipywidgets.HBox([self.way, self.prompt, self.seed]),
             ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button]),
             self.verdict,
+            self.generation,
             self.pictures,
             self.figure,
         ]
@@ -118,6 +119,7 @@ class BakeCheck(Panel):
                                good=report.verdict == "OK")  # fmt: skip
         warned = report.warnings
         more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
+        self.generation.value = ""
         self.verdict.value = banner + (markup.note(warned[0] + more) if warned else "")
         self.pictures.value = markup.pictures(checked.pictures())
         self.figure.show(retention_figure({checked.way: report}))
@@ -126,7 +128,7 @@ class BakeCheck(Panel):
     def _undo(self) -> None:
         self.state.undo()
         self.verdict.value = markup.note("no LoRA is on the pack; its weights are the pristine ones")
-        self.pictures.value = ""
+        self.generation.value = self.pictures.value = ""
         self.figure.show(style.placeholder("what arrived comes here"))
 
     def _again(self) -> None:
@@ -134,4 +136,4 @@ class BakeCheck(Panel):
         self.start(lambda progress: self.state.second_generation(prompt, seed, progress), self._told)
 
     def _told(self, told: SecondGeneration) -> None:
-        self.verdict.value = markup.banner(str(told), good=told.passed)
+        self.generation.value = markup.banner(str(told), good=told.passed)
