@@ -159,6 +159,9 @@ def _label(figure: go.Figure, columns: int) -> None:
     figure.update_yaxes(style.DECADES)
     figure.update_xaxes(title_text="step", row=2)
     for column in range(1, columns + 1):
-        label = f"same image: cos ≥ {SAME_IMAGE}" if column == 1 else ""
-        style.rule(figure, 1 - SAME_IMAGE, label, col=column, log=True)
+        style.rule(figure, 1 - SAME_IMAGE, col=column)
+    # Its meaning stands in the legend: written on the line, it would lie under curves.
+    line = {"color": style.GREY, "width": 1, "dash": "dot"}
+    name = f"same image below: cos ≥ {SAME_IMAGE}"
+    figure.add_trace(go.Scatter(name=name, mode="lines", line=line, x=[None], y=[None]), row=1, col=1)
     style.legend_below(figure, 78)
