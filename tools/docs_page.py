@@ -28,7 +28,8 @@ table.dataframe th, table.dataframe td { text-align: right; }
 .panel { border: 1px dashed var(--line); border-radius: 6px; padding: 12px 14px; color: var(--soft); font-size: 14px; }
 img { max-width: 100%; }
 .prose img { background: #fff; border-radius: 6px; }
-.prose table { border-collapse: collapse; font-size: 14px; }
+.prose table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto; margin: 8px 0 18px; }
+.prose li { max-width: 72ch; }
 .prose td, .prose th { border-bottom: 1px solid var(--line); padding: 6px 14px 6px 0; }
 .prose td, .prose th { text-align: left; vertical-align: top; }
 .prose pre { overflow: auto; padding: 10px 12px; background: var(--card); }

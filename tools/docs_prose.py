@@ -24,6 +24,8 @@ HOME = [("index.html", "hswq_lab")]
 _MOVED = (
     (re.compile(r"\]\((?:\.\./)?notebooks/(\w+)\.ipynb\)"), r"](\1.html)"),
     (re.compile(r"\]\((?:\.\./)?benchmarks/README\.md\)"), "](results.html)"),
+    (re.compile(r"\]\((?:\.\./)?CONTRIBUTING\.md\)"), "](contributing.html)"),
+    (re.compile(r"\]\((?:\.\./)?CHANGELOG\.md\)"), "](changelog.html)"),
     (re.compile(r"\]\((\w+)\.md\)"), r"](\1.html)"),
 )
 
@@ -31,7 +33,11 @@ _MOVED = (
 def sources() -> dict[str, Path]:
     """Name of each written page → its Markdown."""
     found = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
-    return found | {"results": ROOT / "benchmarks" / "README.md", "contributing": ROOT / "CONTRIBUTING.md"}
+    return found | {
+        "results": ROOT / "benchmarks" / "README.md",
+        "contributing": ROOT / "CONTRIBUTING.md",
+        "changelog": ROOT / "CHANGELOG.md",
+    }
 
 
 def prose_page(source: Path) -> str:
