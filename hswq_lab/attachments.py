@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint.baked import LORAS_KEY
 from hswq_lab.checkpoint.slots import located
 from hswq_lab.declared import (
-    LORAS_KEY,
     SCALES_KEY,
     SMOOTH_KEY,
     Attachment,
@@ -78,7 +78,7 @@ class Attachments(Sequence[Attachment]):
 
     Raises:
         HswqError: a LoRA is there twice, does not fit the layers, would be baked into a file that has baked
-            ones already, or two ways of baking are mixed.
+            ones already, is in that file itself, or two ways of baking are mixed.
     """
 
     def __init__(

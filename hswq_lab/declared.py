@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from hswq_lab.checkpoint.baked import baked_loras
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LayerDelta, LoraFile
 from hswq_lab.lora.targets import TargetIndex
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from hswq_lab.lora.evidence import Verdict
 
 Way = Literal["branch", "bake", "bake_from_source"]
-
-LORAS_KEY = "hswq.loras"
-"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
 
 SMOOTH_KEY = "hswq.smooth"
 """Metadata of a model whose channels were rescaled before packing: layers → number of rescaled channels."""
@@ -37,7 +34,8 @@ class Attachment:
 
     Attributes:
         allow_unmatched: go on although keys of the file match no layer.
-        allow_baked: bake although the checkpoint's metadata say that LoRAs are baked into it already.
+        allow_baked: go on although the checkpoint's metadata say that LoRAs are baked into it already: bake more
+            into it, or add one of them once more.
         verdict: of the evidence when it was attached; None if it has not been measured since it was declared.
 
     Raises (in the constructor):
@@ -129,36 +127,35 @@ def refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
 
 
 def refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
-    """A file that has LoRAs in it is no pristine pack: another bake on top would go unnoticed."""
+    """A file that has LoRAs in it is no pristine pack: another bake, or the same LoRA again, would go unnoticed."""
     baked = baked_loras(checkpoint.metadata)
-    if not baked or item.how == "branch" or (item.allow_baked and item.how == "bake"):
+    again = any(lora.sha256 == item.lora.sha256 for lora in baked)
+    if (
+        not baked
+        or (item.how == "branch" and not again)
+        or (item.allow_baked and item.how != "bake_from_source")
+    ):
         return
+    found = ", ".join(map(str, baked))
+    allowed = "say allow_baked=True (--allow-baked on the command line)"
+    if again:
+        raise HswqError(
+            "this LoRA is baked into this file already and would apply twice",
+            file=checkpoint.path,
+            tensor=item.lora.name,
+            found=found,
+            expected="a pack without this LoRA",
+            fix="leave it off, or take the pack that this file was made from"
+            + ("" if item.how == "bake_from_source" else f"; or {allowed} to add to it"),
+        )
     raise HswqError(
         "LoRAs are baked into this file already",
         file=checkpoint.path,
-        found=", ".join(baked),
+        found=found,
         expected="a pack without baked LoRAs",
         fix="bake all LoRAs at once into the pack that this file was made from"
-        + ("" if item.how == "bake_from_source" else "; or say allow_baked=True to add to them"),
+        + ("" if item.how == "bake_from_source" else f"; or {allowed} to add to them"),
     )
-
-
-def baked_loras(metadata: Mapping[str, str]) -> list[str]:
-    """The LoRAs that a file's metadata say are baked into it, in words.
-
-    Raises:
-        HswqError: the entry is not what this package writes.
-    """
-    try:
-        told = json.loads(metadata.get(LORAS_KEY, "[]"))
-        return [f"{entry['name']} ×{float(entry['strength']):g} ({entry['how']})" for entry in told]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise HswqError(
-            "the file's list of baked LoRAs cannot be read",
-            tensor=LORAS_KEY,
-            found=metadata[LORAS_KEY][:200],
-            expected="a JSON list of name, strength, how",
-        ) from error
 
 
 def refuse_unbranchable(item: Attachment, deltas: Mapping[str, LayerDelta]) -> None:

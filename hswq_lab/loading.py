@@ -10,8 +10,9 @@ from typing import Literal, get_args
 import torch
 
 from hswq_lab.arguments import device_of, path_of
-from hswq_lab.attachments import LORAS_KEY, Attachment
+from hswq_lab.attachments import Attachment
 from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.checkpoint.baked import LORAS_KEY, SEEDS_KEY
 from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
@@ -23,8 +24,6 @@ from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
 
 MODEL_KEY = "hswq.model"
-SEEDS_KEY = "hswq.lora_seeds"
-"""Metadata of a file with baked LoRAs: JSON, layer → seed of its stochastic rounding."""
 MINI_NAME = "mini-zimage"
 Keep = Literal["file", "memory"]
 

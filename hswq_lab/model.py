@@ -15,6 +15,7 @@ from hswq_lab.arguments import activation_dtype, device_of, finite
 from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
 from hswq_lab.attachments import Attachment, Attachments, Way, check_lora
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
@@ -144,10 +145,12 @@ class Model(PictureMaker):
             layers=rows,
             warnings=list(self.checkpoint.warnings),
             loras=self._attachments.in_words(),
+            baked=baked_in_words(self.checkpoint.metadata),
         )
 
     def __repr__(self) -> str:
-        loras = ", ".join(str(attachment) for attachment in self._attachments) or "no LoRAs"
+        baked = [f"{lora} in the file" for lora in baked_in_words(self.checkpoint.metadata)]
+        loras = ", ".join([*map(str, self._attachments), *baked]) or "no LoRAs"
         return f"<Model {self.name}: {len(self.layers())} Linears, mode {self.request.mode}, {loras}, on {self.device}>"
 
     # -- views and copies ------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class Model(PictureMaker):
             source: the 16-bit model or checkpoint for "bake_from_source"; for the other ways it adds the growth of
                 the error to the report.
             allow_unmatched: go on although keys of the file match no layer (they are reported).
-            allow_baked: bake in place although LoRAs are baked into the pack's file already; they stay.
+            allow_baked: bake in place, or add the same LoRA, although LoRAs are in the pack's file already; they stay.
 
         Returns:
             Per layer, what arrived, computed from the weights.

@@ -83,6 +83,7 @@ class LoadReport(Result):
 
     Attributes:
         loras: a line each: name, strength, way, layers, and the verdict of the evidence when it was attached.
+        baked: LoRAs that the file's metadata say are in its weights.
     """
 
     model: str
@@ -93,6 +94,7 @@ class LoadReport(Result):
     layers: list[LayerRow] = field(repr=False)
     warnings: list[str] = field(default_factory=list)
     loras: list[str] = field(default_factory=list)
+    baked: list[str] = field(default_factory=list)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a layer."""
@@ -123,6 +125,7 @@ class LoadReport(Result):
             f"  {count:4d} layers {form} run as {mode}" for (form, mode), count in sorted(kinds.items())
         ]
         lines.append(f"  {self.bits_per_weight:.2f} bits a weight over {len(self.layers)} Linears")
+        lines += [f"  LoRA {text}, baked into the file" for text in self.baked]
         lines += [f"  LoRA {text}" for text in self.loras]
         lines += [f"  {work}" for work in self.work() if work.calls]
         clipped, blocks = sum(row.clipped for row in self.layers), sum(row.blocks for row in self.layers)

@@ -51,6 +51,7 @@ def test_a_baked_file_is_not_baked_again_unawares(pack_file, model_file, lora_fi
     message = capsys.readouterr().err
     assert "baked into this file already" in message
     assert "style ×1 (bake)" in message
+    assert "--allow-baked" in message
     assert not twice.exists()
     assert main([*again, "--source", model_file, "--allow-baked"]) == 2, "the source knows no earlier bake"
     assert main([*again, "--allow-baked"]) == 0

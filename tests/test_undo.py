@@ -152,8 +152,35 @@ def test_a_baked_file_takes_branches_but_no_further_bake_unless_told(pack_file, 
         baked.without_loras().attach(other, how="bake_from_source", source=pack.checkpoint, allow_baked=True)
 
 
+def test_a_file_with_loras_in_it_says_so(pack_file, tmp_path) -> None:
+    pack = hl.load(pack_file)
+    pack.attach(make_lora(), 0.8, "bake")
+    baked = hl.load(hl.save(pack, tmp_path / "baked.safetensors"))
+    told = "style1 ×0.8 (bake)"
+    assert f"{told} in the file" in repr(baked)
+    assert f"LoRA {told}, baked into the file" in str(baked.report())
+    assert f"LoRA {told}, baked into the weights" in str(hl.inspect(baked))
+    assert baked.report().baked == hl.inspect(baked).loras == [told]
+
+
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_a_lora_that_is_in_the_file_applies_twice_only_if_told(pack_file, tmp_path, how) -> None:
+    pack, lora = hl.load(pack_file), make_lora()
+    pack.attach(lora, 0.8, "bake")
+    path = hl.save(pack, tmp_path / "baked.safetensors")
+    baked = hl.load(path)
+    with pytest.raises(HswqError, match="would apply twice") as refusal:
+        baked.attach(lora, 0.5, how)
+    assert str(path) in str(refusal.value)
+    assert "style1 ×0.8 (bake)" in str(refusal.value)
+    assert "--allow-baked" in str(refusal.value)
+    assert baked.attach(lora, 0.5, how, allow_baked=True).verdict == "OK"
+
+
 def test_a_list_of_baked_loras_that_cannot_be_read_is_no_licence(tiny_pack) -> None:
     odd = tiny_pack.with_checkpoint(tiny_pack.checkpoint.with_values({}, {"hswq.loras": "[7]"}))
+    assert "hswq.loras cannot be read" in repr(odd)
+    assert "hswq.loras cannot be read" in str(odd.report())
     with pytest.raises(HswqError, match="list of baked LoRAs"):
         odd.attach(make_lora(), 1.0, "bake")
 

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from hswq_lab.checkpoint.anything import as_checkpoint
+from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.formats import unswizzle
 from hswq_lab.formats._rows import ceil_to
 from hswq_lab.results import Result
@@ -73,6 +74,7 @@ class InspectReport(Result):
         matched: layers that the header's quantisation metadata names; `unmatched` its names that fit no
             layer.
         metadata: the header's.
+        loras: those that the metadata say are baked into the weights.
     """
 
     path: str
@@ -82,6 +84,7 @@ class InspectReport(Result):
     warnings: list[str]
     metadata: dict[str, str] = field(repr=False)
     rows: list[InspectRow] = field(repr=False)
+    loras: list[str] = field(default_factory=list)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a name; scale statistics in columns of their own."""
@@ -109,6 +112,7 @@ class InspectReport(Result):
         lines.append(f"  {len(self.rows) - sum(kinds.values()):4d} tensors not packed")
         lines += [f"  {size / 1e6:12.3f} MB {name}" for name, size in self.bytes_by_format().items()]
         lines.append(f"  {self.bits_per_weight:.3f} bits a weight over all matrices")
+        lines += [f"  LoRA {text}, baked into the weights" for text in self.loras]
         return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
@@ -130,6 +134,7 @@ def inspect(checkpoint: Anything) -> InspectReport:
         warnings=list(checkpoint.warnings),
         metadata=dict(checkpoint.metadata),
         rows=[_row(slot) for slot in checkpoint.slots()],
+        loras=baked_in_words(checkpoint.metadata),
     )
 
 

@@ -1,0 +1,73 @@
+"""The LoRAs that a file's metadata say are baked into its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hswq_lab.errors import HswqError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LORAS_KEY = "hswq.loras"
+"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
+
+SEEDS_KEY = "hswq.lora_seeds"
+"""Metadata of a file with baked LoRAs: JSON, layer → seed of its stochastic rounding."""
+
+
+@dataclass(frozen=True)
+class BakedLora:
+    """One LoRA in a file; `sha256` is that of the LoRA's own file, empty where the metadata do not tell it."""
+
+    name: str
+    sha256: str
+    strength: float
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ×{self.strength:g} ({self.how})"
+
+
+def baked_loras(metadata: Mapping[str, str]) -> list[BakedLora]:
+    """The LoRAs in a file, in the order in which they were baked.
+
+    Raises:
+        HswqError: the entry is not what this package writes.
+    """
+    try:
+        return [
+            BakedLora(
+                str(entry["name"]),
+                str(entry.get("sha256", "")),
+                float(entry["strength"]),
+                str(entry["how"]),
+            )
+            for entry in json.loads(metadata.get(LORAS_KEY, "[]"))
+        ]
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise HswqError(
+            "the file's list of baked LoRAs cannot be read",
+            tensor=LORAS_KEY,
+            found=metadata[LORAS_KEY][:200],
+            expected="a JSON list of name, strength, how",
+        ) from error
+
+
+def baked_in_words(metadata: Mapping[str, str]) -> list[str]:
+    """The same for reports, which say what they can: a list that cannot be read is told as such."""
+    try:
+        return [str(lora) for lora in baked_loras(metadata)]
+    except HswqError:
+        return [f"unknown LoRAs ({LORAS_KEY} cannot be read)"]
+
+
+def baked_layers(metadata: Mapping[str, str]) -> frozenset[str] | None:
+    """The layers that LoRAs are baked into; None where the metadata do not tell."""
+    try:
+        told = json.loads(metadata.get(SEEDS_KEY, "null"))
+    except (ValueError, RecursionError):
+        return None
+    return frozenset(told) if isinstance(told, dict) else None
