@@ -21,7 +21,7 @@ def path_of(value: object, what: str) -> Path:
     Raises:
         HswqError: it is neither text nor a path.
     """
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise HswqError(
             f"{what} is named by its path", found=repr(value)[:80], expected="text or a pathlib.Path"
         )
@@ -51,6 +51,17 @@ def finite(value: object, what: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise HswqError(f"{what} must be a finite number", found=repr(value)[:80])
+    return number
+
+
+def positive(value: object, what: str) -> float:
+    """A finite number above 0.
+
+    Raises:
+        HswqError: it is another number, or none.
+    """
+    if (number := finite(value, what)) <= 0:
+        raise HswqError(f"{what} must be a positive number", found=number)
     return number
 
 

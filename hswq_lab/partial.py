@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _SUFFIX = ".hswq-partial"
+_LONGEST_NAME = 255  # bytes, on every usual file system
 _CHUNK = 64 * 2**20
 _PATIENCE = 0.3  # seconds: someone who writes a few lines, or looks whether this is a leftover, is soon done
 
@@ -50,9 +52,11 @@ class PartialFile:
 
     def __init__(self, target: Path) -> None:
         self.target = Path(os.path.realpath(target))  # a link keeps being a link, its file is replaced
-        self._path = self.target.with_name(f".{self.target.name}{_SUFFIX}")
+        self._path = self.target.with_name(_hidden(self.target.name))
         if self.target.is_dir():
             raise HswqError("the target is a folder", file=target, fix="name a file in it")
+        if self.target.exists() and not self.target.is_file():
+            raise HswqError("the target is no ordinary file", file=target, fix="write under another name")
         if not self.target.parent.is_dir():
             raise HswqError(
                 "the target's folder does not exist", file=target, fix=f"create {self.target.parent}"
@@ -164,3 +168,13 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _hidden(name: str) -> str:
+    """The name of the hidden file; of a name that leaves no room for more, a hash."""
+    whole = f".{name}{_SUFFIX}"
+    return (
+        whole
+        if len(os.fsencode(whole)) <= _LONGEST_NAME
+        else f".{sha256(os.fsencode(name)).hexdigest()}{_SUFFIX}"
+    )

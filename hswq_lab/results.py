@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
+SAVED_AS = (".json", ".csv", ".html", ".png", ".svg", ".pdf")
+"""Suffixes of the files that a result can be saved as."""
+
+
 class Result:
     """Base of the result dataclasses. A subclass is a dataclass and says how it becomes a table."""
 
@@ -65,7 +69,7 @@ class Result:
                     "a result cannot be saved in this form",
                     file=target,
                     found=other or "no suffix",
-                    expected=".json, .csv, .html, .png, .svg or .pdf",
+                    expected=", ".join(SAVED_AS),
                 )
         return target
 

@@ -12,6 +12,7 @@ from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.owned import remove_temporary_leftovers
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 GOOD, GATE_FAILED, NOT_DONE = 0, 1, 2
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = getattr(import_module(f"hswq_lab.cli.{args.module}"), args.function)
         if "threads" in args:
             import_module("torch").set_num_threads(args.threads)
+        _check_targets(args)
         code: int = verb(args)
         sys.stdout.flush()
     except (KeyboardInterrupt, Cancelled):
@@ -41,9 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NOT_DONE
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _hear_no_more()
         return GOOD
+    except OSError as error:
+        complain(HswqError("the system refused", file=error.filename, found=error.strerror))
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was stdout that refused
+            _hear_no_more()
+        return NOT_DONE
     return code
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    targets = import_module("hswq_lab.cli.targets")
+    if "force" in args:
+        targets.check_target(args)
+    if "json" in args:
+        targets.check_results(args)
+
+
+def _hear_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(error: HswqError) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
-from hswq_lab.errors import HswqError
 from hswq_lab.executors import local_pool
 from hswq_lab.loading import MINI_NAME
 from hswq_lab.models.mini import mini_weights
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.results import Result
 
-__all__ = ["bar", "check_target", "file_of", "finish", "load", "say", "say_written", "table", "workers"]
+__all__ = ["bar", "file_of", "finish", "load", "say", "say_written", "table", "workers"]
 
 
 def say(text: object = "") -> None:
@@ -65,48 +62,6 @@ def load(path: str, args: argparse.Namespace) -> Model:
 def file_of(name: str) -> str:
     """A checkpoint's path as it was given; for the small model's name, the file that ships with the package."""
     return str(mini_weights()) if name == MINI_NAME and not Path(name).exists() else name
-
-
-def check_target(args: argparse.Namespace) -> None:
-    """Asks before any work is done whether OUT can be written.
-
-    Raises:
-        HswqError: OUT is a folder or one of the files that are read, its folder is missing or read-only, or it
-            exists and --force is missing.
-    """
-    out: Path = args.out
-    if out.suffix != ".safetensors":
-        raise HswqError(
-            "the result is a safetensors file", file=out, expected="a name that ends in .safetensors"
-        )
-    if not out.parent.is_dir():
-        raise HswqError("the target's folder does not exist", file=out, fix=f"create {out.parent}")
-    if getattr(args, "shard_bytes", None) is not None:
-        out = out.with_name(out.stem + INDEX_SUFFIX)
-    if out.is_dir():
-        raise HswqError("the target is a folder", file=out, fix="add a file's name")
-    if out.exists():
-        if any(out.samefile(path) for path in _inputs(args)):
-            raise HswqError(
-                "the target is a file that is being read", file=out, fix="write under another name"
-            )
-        if not args.force:
-            raise HswqError("the target exists already", file=out, fix="choose another name, or add --force")
-    try:
-        with TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise HswqError("the target's folder cannot be written to", file=out, found=error.strerror) from error
-
-
-def _inputs(args: argparse.Namespace) -> list[Path]:
-    """The files that arguments name, other than those that are written; FILE:STRENGTH too."""
-    values = [value for name, value in vars(args).items() if name not in ("out", "json", "save")]
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    texts = [str(item) for item in flat if isinstance(item, str | Path)]
-    named = [*texts, *(text.rpartition(":")[0] for text in texts)]
-    # Other than Path.exists it takes a prompt of any length.
-    return [Path(name) for name in named if name and os.path.exists(name)]  # noqa: PTH110
 
 
 def say_written(path: Path) -> None:

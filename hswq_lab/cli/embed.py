@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hswq_lab.cli.common import bar, check_target, finish, say
+from hswq_lab.cli.common import bar, finish, say
 from hswq_lab.embed import embed as embed_prompts
 from hswq_lab.errors import HswqError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 def embed(args: argparse.Namespace) -> int:
     """Encodes prompts and writes their features."""
-    check_target(args)
     prompts = [*args.prompt, *([] if args.prompts is None else _lines(args.prompts))]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with bar("encoding") as progress:

@@ -9,7 +9,7 @@ import hswq_lab as hl
 from hswq_lab.checkpoint import convert as convert_checkpoint
 from hswq_lab.checkpoint.header import read_header
 from hswq_lab.cli import lora
-from hswq_lab.cli.common import bar, check_target, file_of, finish, load, say, table
+from hswq_lab.cli.common import bar, file_of, finish, load, say, table
 from hswq_lab.errors import HswqError
 from hswq_lab.models.foreign import looks_like_lora
 
@@ -50,6 +50,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Applies every rule to a file; fails if one is broken."""
+    if not Path(file_of(args.file)).exists():
+        raise HswqError("the file does not exist", file=args.file, fix="check the name and the folder")
     with bar("checking") as progress:
         source = None if args.source is None else file_of(args.source)
         report = hl.check(file_of(args.file), source, progress=progress)
@@ -59,7 +61,6 @@ def check(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> int:
     """Writes a checkpoint in another layout, or a LoRA in another dialect."""
-    check_target(args)
     if is_lora(file_of(args.file)):
         if args.to is None:
             raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")

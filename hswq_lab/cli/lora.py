@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
-from hswq_lab.cli.common import bar, check_target, finish, load, say, say_written, table
+from hswq_lab.cli.common import bar, finish, load, say, say_written, table
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import convert_lora, merge_loras, save_lora
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def bake(args: argparse.Namespace) -> int:
     """Bakes LoRAs into a copy of a pack; writes it only if all of them arrived."""
-    check_target(args)
     loras = [with_strength(text) for text in args.loras]
     pack = load(args.pack, args)
     source = load(args.source, args) if args.source is not None else None
@@ -47,7 +46,6 @@ def bake(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> int:
     """Writes a LoRA in another dialect."""
-    check_target(args)
     model = load(args.model, args)
     save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
     report = hl.load_lora(args.out).report(model)
@@ -58,7 +56,6 @@ def convert(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Writes several LoRAs as one of a given rank."""
-    check_target(args)
     loras = [(hl.load_lora(path), strength) for path, strength in map(with_strength, args.loras)]
     model = load(args.model, args)
     with bar("merging") as progress:

@@ -15,7 +15,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hswq-lab",
         description="A workbench for what 4-bit quantisation does to a diffusion transformer.",
-        epilog="Exit code: 0 done and good, 1 done and a gate failed, 2 not done (message on stderr).",
+        epilog="Exit code: 0 done and good, 1 done and a gate failed, 2 not done (message on stderr), 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"hswq-lab {__version__}")
     verbs = _Verbs(parser)
@@ -207,7 +207,11 @@ def _pack(verbs: _Verbs) -> None:
     goal.add_argument("--budget", type=int, metavar="BYTES", help="with --impact: bytes of the Linears")
     goal.add_argument("--final-cos", type=float, help="with --impact: smallest plan predicted to reach this")
     parser.add_argument("--keep", nargs="+", default=[], metavar="GLOB=FORMAT", help="pins that win over all")
-    parser.add_argument("--scales", default="sweep", help="rtn, four_six or sweep (default)")
+    parser.add_argument(
+        "--scales",
+        default="sweep",
+        help="rtn, four_six, sweep (default) or gptq",
+    )
     _activation_scales(parser)
     _prompting(parser)  # input bases come from running the model
     _computing(parser)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
+from hswq_lab.arguments import positive
 from hswq_lab.checkpoint import Checkpoint
-from hswq_lab.cli.common import bar, check_target, finish, load, say, say_written, table, workers
+from hswq_lab.cli.common import bar, finish, load, say, say_written, table, workers
 from hswq_lab.errors import HswqError
 from hswq_lab.quantize.calibrate import observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport
@@ -47,7 +48,6 @@ def sensitivity(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace) -> int:
     """Packs a model by the plan that the options describe."""
-    check_target(args)
     plan = _plan_of(args)
     model = load(args.model, args)
     with bar("packing") as progress:
@@ -90,7 +90,7 @@ def _pins(texts: Sequence[str]) -> dict[str, str]:
 
 def calibrate(args: argparse.Namespace) -> int:
     """Gives a pack its input_scales and says which layers got none."""
-    check_target(args)
+    positive(args.headroom, "the headroom")
     packed = load(args.pack, args)
     model = load(args.model, args) if args.model is not None else None
     with bar("calibrating") as progress:

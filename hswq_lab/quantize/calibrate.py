@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from hswq_lab.arguments import positive
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
@@ -53,6 +53,7 @@ def calibrate(
     Raises:
         HswqError: the pack has no NVFP4 layer, or the model is another one.
     """
+    positive(headroom, "the headroom")  # before the work, not after it
     report = observe_for(pack, model, prompts, seeds, steps=steps, cfg=cfg, progress=progress)
     return with_input_scales(pack, report, headroom)
 
@@ -88,8 +89,7 @@ def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 
         HswqError: the headroom is not a positive number, or a layer was observed in another basis than it is
             stored in.
     """
-    if not (math.isfinite(headroom) and headroom > 0):
-        raise HswqError("the headroom must be a positive number", found=headroom)
+    positive(headroom, "the headroom")
     needed = {row.layer: row for row in report.rows}
     values = {}
     for layer, entry in _nvfp4_entries(pack).items():
