@@ -161,3 +161,12 @@ def test_the_source_is_not_overwritten_even_by_force(model_file, plan_file, caps
     assert main([*command(model_file, plan_file, model_file), "--force"]) == 2
     assert "being read" in capsys.readouterr().err
     assert model_file.read_bytes() == before
+
+
+def test_other_parts_take_the_place_of_the_old_ones(model_file, plan_file, tmp_path):
+    target = tmp_path / "out.safetensors"
+    for size in ("60000", "300000"):
+        assert main([*command(model_file, plan_file, target), "--shard-bytes", size, "--force"]) == 0
+    (tmp_path / "out-of-this.safetensors").write_bytes(b"")
+    named = set(json.loads((tmp_path / "out.safetensors.index.json").read_text())["weight_map"].values())
+    assert {path.name for path in tmp_path.glob("out-0*")} == named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
@@ -147,7 +148,16 @@ def _write_shards(target: Path, items: Iterable[tuple[str, Value]], layout: _Lay
         }
         index = target.with_name(f"{stem}{INDEX_SUFFIX}")
         write_text(index, json.dumps(content, indent=1))
+    _remove_older_parts(target.parent, stem, set(names))
     return index
+
+
+def _remove_older_parts(folder: Path, stem: str, names: set[str]) -> None:
+    """Parts of an earlier, otherwise split file of this name: the index that named them is gone."""
+    own = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
+    for path in folder.iterdir():
+        if own.fullmatch(path.name) and path.name not in names:
+            path.unlink(missing_ok=True)
 
 
 class _Layout:
