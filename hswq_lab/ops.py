@@ -1,9 +1,15 @@
 """The one door to the kernels: torch custom ops that run natively on a CPU or a card, or as pure torch.
 
 x and w are matrices of any float dtype. Codes and scales are as on disk (see `hswq_lab.formats`), so they can be
-compared with files; results have logical shapes, padding is internal. The linears take UNROTATED x [..., K] and
-rotate it themselves, by the weight's own group. Bad input raises `hswq_lab.HswqError`. The numbers are defined in
-`hswq_lab.formats`.
+compared with files; results have logical shapes, padding is internal. The numbers are defined in `hswq_lab.formats`.
+
+The linears take UNROTATED x [..., K] and rotate it themselves, by the weight's own group (4, 16, 64, 256 or None). Of
+NVFP4 weights [n, K] they take w_codes, uint8 [ceil16 n, ceil16 K / 2], w_scales, float8_e4m3fn, swizzled, and w_scale,
+the fp32 scalar tensor scale; of activations input_scale, an fp32 scalar; bias is [n] or None. Results are [..., n] in x's
+dtype.
+
+Every function raises `hswq_lab.HswqError` where shapes, dtypes or groups do not belong together, before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -217,7 +223,18 @@ def linear_w4a4(
     n: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K] → [..., n]: rotate, quantise with the static ``input_scale``, `fp4_gemm`; the result has x's dtype."""
+    """x [..., K] → [..., n]: rotate, quantise with the static ``input_scale``, `fp4_gemm`; the result has x's dtype.
+
+    Args:
+        x: [..., K], fp32, bf16 or fp16, unrotated.
+        w_codes: uint8 [ceil16 n, ceil16 K / 2].
+        w_scales: float8_e4m3fn, swizzled.
+        w_scale: fp32 scalar, the weight's tensor scale.
+        input_scale: fp32 scalar, the tensor scale of the rotated x: amax / 2688.
+        group: the weight's rotation group, None: not rotated.
+        n: outputs, without padding.
+        bias: [n] or None.
+    """
     return cast(Tensor, _linear_w4a4(x, w_codes, w_scales, w_scale, input_scale, group, n, bias))
 
 
@@ -251,6 +268,11 @@ def linear_w4a8(
 def fp8_weight(w_codes: Tensor, w_scales: Tensor, shape: tuple[int, int]) -> Pair:
     """The E4M3 form in which `linear_w4a8` multiplies an NVFP4 weight [N, K], for who keeps it.
 
+    Args:
+        w_codes: uint8 [ceil16 N, ceil16 K / 2].
+        w_scales: float8_e4m3fn, swizzled.
+        shape: logical (N, K).
+
     Returns:
         w8: float8_e4m3fn [ceil16 N, ceil16 K]; row_scale: fp32 [ceil16 N, 1], powers of two.
     """
@@ -268,7 +290,10 @@ def linear_fp8(
     n: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`linear_w4a8` of a kept `fp8_weight`: the same numbers without its conversion, for one more byte a weight."""
+    """`linear_w4a8` of a kept `fp8_weight`: the same numbers without its conversion, for one more byte a weight.
+
+    w8 and row_scale are those of `fp8_weight`; the rest is as of `linear_w4a4`.
+    """
     return cast(Tensor, _linear_fp8(x, w8, row_scale, w_scale, input_scale, group, n, bias))
 
 
@@ -293,12 +318,18 @@ def requantize_int8(w: Tensor, scale: Tensor, group: int | None, seed: int) -> P
 def dequantize_int8(
     q: Tensor, scale: Tensor, group: int | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The UNROTATED values [N, K] of INT8 weights stored in the basis of ``group``."""
+    """The UNROTATED values [N, K], in ``dtype``, of INT8 weights q [N, K] stored in the basis of ``group``.
+
+    scale is fp32 [N, 1], or a scalar for all rows.
+    """
     return cast(Tensor, _dequantize_int8(q, scale, group, dtype))
 
 
 def linear_int8(x: Tensor, q: Tensor, s: Tensor, group: int | None, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] → [..., N]: x rotated and quantised by rows, int8 products, int32 sums, scales and bias in fp32."""
+    """x [..., K] → [..., N]: x rotated and quantised by rows, int8 products, int32 sums, scales and bias in fp32.
+
+    q is int8 [N, K] in the basis of ``group``; s is fp32 [N, 1], or a scalar for all rows.
+    """
     return cast(Tensor, _linear_int8(x, q, s, group, bias))
 
 

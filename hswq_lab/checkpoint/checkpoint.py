@@ -115,7 +115,13 @@ class Checkpoint(Mapping[str, Value]):
         metadata: Mapping[str, object] | None = None,
         prefix: str = DEFAULT_PREFIX,
     ) -> Checkpoint:
-        """A checkpoint of values in memory, by parameter name without prefix."""
+        """A checkpoint of values in memory.
+
+        Args:
+            mapping: parameter name without prefix → tensor or packed weight.
+            metadata: for the header; what is not text becomes JSON.
+            prefix: what a file writes in front of the names.
+        """
         text = {str(key): metadata_text(value) for key, value in (metadata or {}).items()}
         slots = {name: memory_slot(name, value) for name, value in mapping.items()}
         return cls(slots, metadata=text, naming=Naming(prefix))
@@ -215,7 +221,20 @@ class Checkpoint(Mapping[str, Value]):
         progress: Progress | None = None,
         max_shard_bytes: int | None = None,
     ) -> Path:
-        """Write this checkpoint; see `hswq_lab.checkpoint.write`."""
+        """Writes this checkpoint in the ComfyUI layout, whole or not at all.
+
+        Args:
+            path: the file; with `max_shard_bytes` the name that the parts and the index are derived from.
+            prefix: what to write in front of the names; None: as it was read.
+            progress: told of every tensor.
+            max_shard_bytes: splits the file into parts of about this size, with an index.
+
+        Returns:
+            The file, or the index of a split one.
+
+        Raises:
+            HswqError: the target is the file that is being read, or cannot be written.
+        """
         return write(path, self.items(), None, prefix, progress, source=self, max_shard_bytes=max_shard_bytes)
 
     def verify(self, progress: Progress | None = None) -> None:
