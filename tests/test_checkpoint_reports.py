@@ -153,6 +153,33 @@ class TestCheck:
         assert next(finding.tensor for finding in report.findings if finding.rule == "source") == "a.weight"
         assert rules(report, "warning") == ["source"]  # c and d are missing there
 
+    @pytest.mark.parametrize("told", [True, False], ids=["layers told", "layers not told"])
+    def test_loras_in_a_file_explain_what_they_change_and_nothing_else(self, tmp_path, told):
+        names = ("lora", "noise", "scaled", "untouched")
+        source = {f"{name}.weight": structured(256, 256, seed) for seed, name in enumerate(names)}
+        change = random_matrix(256, 4, 5).float() @ random_matrix(4, 256, 6).float()
+        values = {name: value.float() for name, value in source.items()}
+        for name in ("lora.weight", "untouched.weight"):
+            values[name] += 0.6 * change * (values[name].norm() / change.norm())
+        values["noise.weight"] = structured(256, 256, 9).float()
+        values["scaled.weight"] *= 4
+        header = {"hswq.loras": json.dumps([{"name": "style", "strength": 0.8, "how": "bake"}])}
+        if told:
+            header["hswq.lora_seeds"] = json.dumps(dict.fromkeys(("lora", "noise", "scaled"), 1))
+        packed = {name: nvfp4(value.bfloat16(), 256) for name, value in values.items()}
+        report = check(
+            write(tmp_path / "baked.safetensors", packed.items(), header), Checkpoint.from_mapping(source)
+        )
+        assert next(layer.cosine for layer in report.layers if layer.name == "lora.weight") < 0.9
+        wrong = [finding.tensor for finding in report.findings if finding.rule == "source"]
+        assert wrong == [f"{name}.weight" for name in ("noise", "scaled", *(["untouched"] if told else []))]
+        (info,) = [finding for finding in report.findings if finding.rule == "loras"]
+        assert (info.severity, info.found) == ("info", "style ×0.8 (bake)")
+        assert f"so {3 if told else 4} layers differ" in info.problem
+        with_the_lora = Checkpoint.from_mapping(source, header)
+        strict = check(tmp_path / "baked.safetensors", with_the_lora).findings
+        assert sum(finding.rule == "source" for finding in strict) == 4
+
     @pytest.mark.parametrize("swapped", ["nibbles", "scales", "both"])
     @pytest.mark.parametrize("group", [None, 256])
     def test_another_layout_is_recognised_by_its_source(self, tmp_path, swapped, group):

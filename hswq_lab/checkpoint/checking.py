@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.anything import as_checkpoint
-from hswq_lab.checkpoint.closeness import closeness, dense
+from hswq_lab.checkpoint.baked import baked_in_words, baked_layers
+from hswq_lab.checkpoint.closeness import Closeness, closeness, dense
 from hswq_lab.checkpoint.completeness import completeness
 from hswq_lab.checkpoint.findings import Finding, from_error
 from hswq_lab.checkpoint.layout import LayerLayout, LayoutReport, examine, judge
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from hswq_lab.progress import Progress
 
 LEAST_COSINE = 0.9  # the worst right reading of a real layer is above 0.98, a wrong one below 0.7
+LEAST_COSINE_BAKED = (
+    0.5  # of a layer with LoRAs in it: less means that they are 1.7 times as large as the weight
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,11 @@ class _Checker:
     """Goes through a file name by name; every value is read once."""
 
     def __init__(self, path: Path, reading: Reading | None, origin: Checkpoint | None) -> None:
-        index = open_files(path, reading).index
+        opened = open_files(path, reading)
+        index = opened.index
+        shared = [] if origin is None else baked_in_words(origin.metadata)
+        self._loras = [lora for lora in baked_in_words(opened.metadata) if lora not in shared]
+        self._baked = baked_layers(opened.metadata)
         # The doctor only looks at raw parts: it takes them from the reading that accepts the most shapes.
         raw = open_files(path, MODELOPT).index.slots
         self._slots = index.slots
@@ -156,6 +164,20 @@ class _Checker:
                 f"{len(missing)} of {len(packed)} NVFP4 layers have no input_scale: they cannot run W4A4"
             )
             self._find("info", "uncalibrated", problem, missing[0])
+
+        if self._loras:
+            self._tell_loras()
+
+    def _tell_loras(self) -> None:
+        differing = sum(self._has_loras(layer.name) and layer.sqnr_db != math.inf for layer in self.layers)
+        problem = "LoRAs are baked into the weights"
+        if self._origin is not None:
+            problem += f", so {differing} layers differ from the source by them as well as by rounding"
+        self.findings.append(Finding("info", "loras", problem, found=", ".join(self._loras)))
+
+    def _has_loras(self, name: str) -> bool:
+        """Whether LoRAs are baked into a weight; into any, where the file does not say which."""
+        return bool(self._loras) and (self._baked is None or name.removesuffix(".weight") in self._baked)
 
     def _find(
         self,
@@ -223,13 +245,24 @@ class _Checker:
         )
         if match.sqnr_db == math.inf:
             return
-        if not match.cosine >= LEAST_COSINE:
+        if self._has_loras(entry.name):
+            self._compare_with_loras(entry.name, match)
+        elif not match.cosine >= LEAST_COSINE:
             problem = "the layer does not look like its source: wrong layout, wrong rotation or another model"
             found, expected = f"cosine {match.cosine:.4f}", f"at least {LEAST_COSINE}"
             self._find("error", "source", problem, entry.name, found, expected)
         elif not 0.8 < match.gain < 1.25:
             problem = "the layer has its source's direction but not its size: a scale is wrong"
             self._find("error", "source", problem, entry.name, f"source = {match.gain:.4g} × layer")
+
+    def _compare_with_loras(self, name: str, match: Closeness) -> None:
+        """The source is still in the layer, once and whole: what LoRAs add is hardly ever along it."""
+        share = match.cosine**2 / match.gain if match.gain else math.nan  # ⟨layer, source⟩ / ⟨source, source⟩
+        if match.cosine >= LEAST_COSINE_BAKED and 0.5 < share < 2:
+            return
+        problem = "the layer does not hold its source, which the LoRAs in it do not explain"
+        found = f"cosine {match.cosine:.4f}, {share:.4g} × the source in it"
+        self._find("error", "source", problem, name, found, f"at least {LEAST_COSINE_BAKED}, and 1 ×")
 
 
 def _finite(values: Tensor) -> bool:
