@@ -5,8 +5,8 @@ compared with files; results have logical shapes, padding is internal. The numbe
 
 The linears take UNROTATED x [..., K] and rotate it themselves, by the weight's own group (4, 16, 64, 256 or None). Of
 NVFP4 weights [n, K] they take w_codes, uint8 [ceil16 n, ceil16 K / 2], w_scales, float8_e4m3fn, swizzled, and w_scale,
-the fp32 scalar tensor scale; of activations input_scale, an fp32 scalar; bias is [n] or None. Results are [..., n] in x's
-dtype.
+the fp32 scalar tensor scale; of activations input_scale, an fp32 scalar; bias is [n] or None. Results are [..., n] in
+x's dtype.
 
 Every function raises `hswq_lab.HswqError` where shapes, dtypes or groups do not belong together, before anything is
 computed.
