@@ -303,6 +303,25 @@ def test_guidance_must_be_finite_and_a_model_is_saved_as_safetensors(pack: Model
         loading.save(pack, tmp_path / "pack.pt")
 
 
+def test_evidence_of_a_bake_beside_a_branch_counts_each_layer_once(pack: Model, lora) -> None:
+    pack.attach(lora, 0.8, "bake")
+    layers = pack.bake_report().kind("nvfp4").layers
+    noted = [note for note in pack.bake_report().notes if "input_scale" in note]
+    pack.attach(make_lora(seed=9), 0.8)
+    report = pack.bake_report()
+    nvfp4 = report.kind("nvfp4")
+    assert (nvfp4.layers, nvfp4.baked, nvfp4.branched, nvfp4.missing) == (layers, layers, layers, 0)
+    assert [note for note in report.notes if "input_scale" in note] == noted
+    assert f"of {layers} touched layers" in noted[0]
+    assert "without --model" in noted[0]
+
+
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_a_lora_of_no_strength_moves_no_inputs(pack: Model, lora, how: str) -> None:
+    report = pack.attach(lora, 0.0, how)
+    assert (report.verdict, report.notes, report.patches_left) == ("N/A", [], 0)
+
+
 def test_the_report_lists_loras_with_strength_way_and_verdict(pack: Model, lora) -> None:
     assert "LoRA" not in str(pack.report())
     pack.attach(lora, 0.5, "bake")

@@ -10,6 +10,8 @@ import pandas as pd
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hswq_lab.effect import EffectReport
     from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict, Way
 
@@ -20,7 +22,7 @@ _KINDS: tuple[Kind, ...] = ("nvfp4", "int8", "other_qt", "16-bit")
 
 @dataclass(frozen=True)
 class KindVerdict:
-    """The layers of one kind.
+    """The layers of one kind; one that carries a bake and a side path counts as both, and once as a layer.
 
     Attributes:
         layers: layers of the kind whose ΔW is not zero.
@@ -29,6 +31,7 @@ class KindVerdict:
         rotated: of the baked ones, layers that are stored rotated.
         unrotated: of those, layers whose delta was added in the unrotated basis.
         rerotated: of those, layers whose result is in the rotated basis again.
+        missing: layers with a delta that did not arrive.
     """
 
     kind: Kind
@@ -38,13 +41,14 @@ class KindVerdict:
     rotated: int
     unrotated: int
     rerotated: int
+    missing: int
 
     @property
     def verdict(self) -> Verdict:
         """OK, MISMATCH (wrong rotations), MISSING (not everything arrived) or N/A (none of the kind)."""
         if self.layers == 0:
             return "N/A"
-        if self.baked + self.branched < self.layers:
+        if self.missing:
             return "MISSING"
         return "OK" if self.unrotated == self.rerotated == self.rotated else "MISMATCH"
 
@@ -54,7 +58,7 @@ class BakeReport(Result):
     """What LoRAs did to a model's weights.
 
     Attributes:
-        rows: one a touched layer.
+        rows: one a touched layer and way, biases by themselves.
         loras: what was applied, e.g. "outline ×0.8 (bake)".
         effect: the effect test on real activations, if it was made.
     """
@@ -75,12 +79,13 @@ class BakeReport(Result):
         rotated = [row for row in baked if row.group is not None]
         return KindVerdict(
             kind=kind,
-            layers=len(rows),
-            baked=len(baked),
-            branched=len(arrived) - len(baked),
+            layers=_layers(rows),
+            baked=_layers(baked),
+            branched=_layers(row for row in arrived if row.way == "branch"),
             rotated=len(rotated),
             unrotated=sum(row.unrotated is True for row in rotated),
             rerotated=sum(row.rerotated is True for row in rotated),
+            missing=_layers(row for row in rows if row.verdict == "MISSING"),
         )
 
     @property
@@ -91,8 +96,8 @@ class BakeReport(Result):
 
     @property
     def patches_left(self) -> int:
-        """Layers with a delta that did not arrive in any way."""
-        return sum(row.verdict == "MISSING" for row in self.rows)
+        """Layers, and biases, with a delta that did not arrive."""
+        return sum(kind.missing for kind in self.kinds)
 
     @property
     def verdict(self) -> Verdict:
@@ -116,12 +121,13 @@ class BakeReport(Result):
     @property
     def notes(self) -> list[str]:
         """What is not wrong, but should be known: about calibration, the price of a bake, DoRA's norms."""
-        calibrated = sum(row.calibrated for row in self.rows)
+        calibrated = _layers(row for row in self.rows if row.calibrated and row.verdict != "N/A")
         notes = []
         if calibrated:
             notes.append(
                 f"the input_scale of {calibrated} touched layers was measured without these LoRAs, which "
-                "move the inputs of later layers: watch the clipped blocks in the load report or recalibrate"
+                "move the inputs of later layers: watch the clipped blocks in the load report, or calibrate again, "
+                "without --model (model=): the 16-bit model does not have the LoRAs"
             )
         notes += [
             f"baking in place made the error to the source {growth:.2f} times what it was on {kind.kind} layers, the "
@@ -132,7 +138,7 @@ class BakeReport(Result):
         notes += [
             f"DoRA's norms on {count} layers come from the {origin}"
             for origin in ("source", "pack")
-            if (count := sum(row.norms_from == origin for row in self.rows))
+            if (count := _layers(row for row in self.rows if row.norms_from == origin))
         ]
         return notes
 
@@ -149,7 +155,7 @@ class BakeReport(Result):
             rows = [row for row in self.rows if row.kind == kind.kind and row.retained is not None]
             energy = sum(row.delta_norm**2 for row in rows)
             share = sum((row.retained or 0.0) * row.delta_norm**2 for row in rows)
-            warned = sum(bool(row.warning) for row in rows)
+            warned = _layers(row for row in rows if row.warning)
             growth = self._growth(kind.kind, ("bake", "bake_from_source"))
             means = {"retained": share / energy if energy else None, "growth": growth}
             frames.append({**vars(kind), "verdict": kind.verdict, **means, "warned": warned})
@@ -177,8 +183,13 @@ class BakeReport(Result):
             warned = [row for row in self.rows if row.kind == kind.kind and row.warning]
             if warned:
                 worst = max(warned, key=lambda row: row.added_error or 0.0)
-                where = f"{len(warned)} of {kind.layers} {kind.kind} layers, the worst {worst.layer}"
+                where = f"{_layers(warned)} of {kind.layers} {kind.kind} layers, the worst {worst.layer}"
                 lines.append(f"  warning: {where}: {worst.warning}")
         if self.effect is not None:
             lines.append(f"  {self.effect!r}".replace("\n", "\n  "))
         return "\n".join([*lines, *(f"  note: {text}" for text in self.notes)])
+
+
+def _layers(rows: Iterable[LayerEvidence]) -> int:
+    """How many layers rows are about."""
+    return len({row.layer for row in rows})
