@@ -222,9 +222,9 @@ def test_every_control_has_a_name_for_screen_readers(tiny_pack, lora):
 def test_controls_come_back_after_a_restart_and_what_is_gone_is_left_out(tiny_pack, lora):
     shown = StrengthSlider(tiny_pack, lora, steps=1)
     manners = shown.children[-1]
-    assert manners.values == manners.initial == {"strength": 1.0, "prompt": "thing number 0", "seed": 42}
+    assert manners.current == manners.initial == {"strength": 1.0, "prompt": "thing number 0", "seed": 42}
     shown.strength.value = 0.3
-    assert manners.values["strength"] == 0.3
+    assert manners.current["strength"] == 0.3
     assert manners.initial["strength"] == 1.0
     kept = {"strength": 0.7, "seed": "no number", "no such control": 1}
     manners._received(None, {"event": "restore", "values": kept}, [])

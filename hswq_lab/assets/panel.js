@@ -31,11 +31,11 @@ function remember(panel, model) {
   const kept = (globalThis[KEPT] ??= new Map());
   const place = placeOf(panel, model.get("subject"));
   const initial = JSON.stringify(model.get("initial"));
-  const keep = () => kept.set(place, { initial, values: model.get("values") });
+  const keep = () => kept.set(place, { initial, values: model.get("current") });
   const before = kept.get(place);
   if (before && before.initial === initial) model.send({ event: "restore", values: before.values });
   else keep();
-  model.on("change:values", keep);
+  model.on("change:current", keep);
 }
 
 function render({ model, el }) {
@@ -55,7 +55,7 @@ function render({ model, el }) {
   return () => {
     cancelAnimationFrame(frame);
     observer.disconnect();
-    model.off("change:values");
+    model.off("change:current");
     if (panel) panel.removeEventListener("focusin", keepKeys);
   };
 }

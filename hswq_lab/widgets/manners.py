@@ -27,15 +27,15 @@ class Manners(anywidget.AnyWidget):
     _esm = (files("hswq_lab") / "assets" / "panel.js").read_text(encoding="utf-8")
     subject = traitlets.Unicode().tag(sync=True)
     initial = traitlets.Dict().tag(sync=True)
-    values = traitlets.Dict().tag(sync=True)
+    current = traitlets.Dict().tag(sync=True)
 
     def __init__(self, subject: str, controls: Mapping[str, ipywidgets.Widget]) -> None:
         self._controls = dict(controls)
         values = self._read()
-        super().__init__(subject=subject, initial=values, values=values)
+        super().__init__(subject=subject, initial=values, current=values)
         self.on_msg(self._received)
         for control in self._controls.values():
-            control.observe(lambda _: setattr(self, "values", self._read()), names="value")
+            control.observe(lambda _: setattr(self, "current", self._read()), names="value")
 
     def _read(self) -> dict[str, Any]:
         return {name: control.value for name, control in self._controls.items()}
