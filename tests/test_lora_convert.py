@@ -137,6 +137,34 @@ def test_a_merge_states_its_error_and_is_the_best_of_its_rank(to, rank, dialect,
     assert len(merged.report.to_frame()) == len(found.entries)
 
 
+@pytest.mark.parametrize("dialect", ["5 kohya split", "13 full deltas"])
+@pytest.mark.parametrize("to", ["peft", "native"])
+def test_loras_that_cancel_each_other_leave_nothing_and_no_noise(dialect, to):
+    lora = lora_from_tensors(*DIALECTS[dialect](_modules()), name="style")
+    for strengths in [(0.8, -0.8), (0.1, 0.2, -0.3)]:
+        with pytest.raises(HswqError, match="cancel each other") as refusal:
+            merge_loras([(lora, strength) for strength in strengths], LAYERS, 4, to)
+        assert "style ×" in str(refusal.value)
+    other = lora_from_tensors(*DIALECTS[dialect](_modules(2, "q")), name="other")
+    halves = [(lora, 0.8), (other, 1.0), (lora, -0.8)]
+    report = merge_loras(halves, LAYERS, 64, to).report
+    alone = merge_loras([(other, 1.0)], LAYERS, 64, to).report
+    assert [row.module for row in report.rows] == [row.module for row in alone.rows]
+    assert [row.norm for row in report.rows] == pytest.approx([row.norm for row in alone.rows])
+    assert all(rows.terms == pytest.approx(rows.norm) for rows in alone.rows)
+    assert len(report.cancelled) == (2 * (len(SOME) - 2) if to == "peft" else 0)
+
+
+def test_the_error_of_what_cancels_is_told_against_its_terms_too():
+    lora = lora_from_tensors(*DIALECTS["5 kohya split"](_modules()), name="style")
+    almost = merge_loras([(lora, 1.0), (lora, -0.99)], LAYERS, 1).report
+    alone = merge_loras([(lora, 1.0)], LAYERS, 1).report
+    assert almost.error == pytest.approx(alone.error)
+    assert almost.error_of_terms == pytest.approx(alone.error * 0.01 / 1.99)
+    assert f"{almost.error_of_terms:.2%}" in repr(almost)
+    assert "cancel" not in repr(alone)
+
+
 def test_merging_dora_needs_and_uses_the_models_weights():
     tensors, _ = DIALECTS["5 kohya split"](logical([QKV], lambda _: 4, lambda _: 2.0))
     tensors["lora_unet_layers_0_attention_to_q.dora_scale"] = torch.ones(D, 1)

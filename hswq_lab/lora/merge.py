@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -30,29 +30,54 @@ if TYPE_CHECKING:
     from hswq_lab.lora.targets import HasLayers, LayerShapes
 
 
+_ROUNDING = 1e-6  # relative to the terms: a sum below it is what rounding in fp32 left of their cancelling
+
+
 @dataclass(frozen=True)
 class MergedModule:
-    """One module of the merged LoRA: the norm of the exact sum, the rank kept, and ‖ΔW − ΔW_kept‖ / ‖ΔW‖."""
+    """One module of the merged LoRA.
+
+    Attributes:
+        norm: of the exact sum ΔW.
+        rank: kept; 0 where only a bias is left.
+        error: ‖ΔW − ΔW_kept‖ / ‖ΔW‖.
+        terms: Σ ‖strength · ΔWᵢ‖ of the LoRAs; much more than `norm` where they cancel each other.
+    """
 
     module: str
     norm: float
     rank: int
     error: float
+    terms: float
 
 
 @dataclass(frozen=True, repr=False)
 class MergeReport(Result):
-    """What a merge kept."""
+    """What a merge kept.
+
+    Attributes:
+        rows: one a module that was written.
+        cancelled: modules whose deltas add up to nothing, up to rounding; they are not written.
+    """
 
     loras: tuple[str, ...]
     rank: int
     rows: list[MergedModule]
+    cancelled: list[str] = field(default_factory=list)
 
     @property
     def error(self) -> float:
         """Over all modules: the root of the lost part of Σ ‖ΔW‖²."""
-        total = sum(row.norm**2 for row in self.rows)
-        return math.sqrt(sum((row.error * row.norm) ** 2 for row in self.rows) / total) if total else 0.0
+        return _ratio(self._lost, sum(row.norm**2 for row in self.rows))
+
+    @property
+    def error_of_terms(self) -> float:
+        """The same error against the LoRAs' own norms, Σ `terms`²: smaller than `error` where they cancel."""
+        return _ratio(self._lost, sum(row.terms**2 for row in self.rows))
+
+    @property
+    def _lost(self) -> float:
+        return sum((row.error * row.norm) ** 2 for row in self.rows)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a module."""
@@ -60,10 +85,25 @@ class MergeReport(Result):
 
     def __repr__(self) -> str:
         worst = max(self.rows, key=lambda row: row.error)
-        return (
+        first = (
             f"{' + '.join(self.loras)} at rank {self.rank}: error {self.error:.2%} over {len(self.rows)} "
             f"modules, worst {worst.module} with {worst.error:.2%}"
         )
+        lines = [first]
+        left = _ratio(sum(row.norm**2 for row in self.rows), sum(row.terms**2 for row in self.rows))
+        if 0 < left < 0.5:
+            lines.append(
+                f"  the LoRAs cancel each other down to {left:.2%} of their norms; of these, the error is "
+                f"{self.error_of_terms:.2%}"
+            )
+        if self.cancelled:
+            lines.append(f"  {len(self.cancelled)} modules cancel to nothing, the first {self.cancelled[0]}")
+        return "\n".join(lines)
+
+
+def _ratio(part: float, whole: float) -> float:
+    """The root of one sum of squares over another; 0 for nothing."""
+    return math.sqrt(part / whole) if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -107,19 +147,28 @@ def merge_loras(
     deltas = [(lora.deltas(layers), strength) for lora, strength in loras]
     touched = [name for name in layers_of(layers) if any(name in found for found, _ in deltas)]
     tell = progress or silent
-    units, rows = [], []
+    units, rows, cancelled = [], [], []
     for done, layer in enumerate(touched):
         tell(done, len(touched), layer)
         here = [(found[layer], strength) for found, strength in deltas if layer in found]
         names = list(diffusers_names(layer)) if to != "native" else [layer]
         for unit, row in _merged_units(here, names, weight_of(layers, layer), rank, dtype):
-            units.append(unit)
-            rows.append(row)
+            if unit is not None:
+                units.append(unit)
+                rows.append(row)
+            elif row.terms:
+                cancelled.append(row.module)
     tell(len(touched), len(touched), "done")
     labels = tuple(f"{lora.name} ×{strength:g}" for lora, strength in loras)
+    if cancelled and not units:
+        raise HswqError(
+            "there is nothing to write: the LoRAs cancel each other, their sum is zero up to rounding",
+            found=" + ".join(labels),
+            fix="choose other strengths",
+        )
     sources = "; ".join(f"{lora.name} x{strength:g} sha256={lora.sha256}" for lora, strength in loras)
     tensors, metadata = write_units(units, to, {"hswq.merged_from": sources, "hswq.merged_rank": str(rank)})
-    return Merged(tensors, metadata, MergeReport(labels, rank, rows))
+    return Merged(tensors, metadata, MergeReport(labels, rank, rows, cancelled))
 
 
 def _merged_units(
@@ -128,48 +177,74 @@ def _merged_units(
     weight: Tensor | None,
     rank: int,
     dtype: torch.dtype,
-) -> list[tuple[Unit, MergedModule]]:
+) -> list[tuple[Unit | None, MergedModule]]:
+    """The modules of a layer; without a unit where nothing is left of their deltas."""
     n, k = deltas[0][0].shape
     biases = [bias * strength for delta, strength in deltas if (bias := delta.bias()) is not None]
-    bias = torch.stack(biases).sum(0) if biases else None
+    bias = _summed(biases) if biases else None
     if weight is None and any(delta.needs_weight for delta, _ in deltas):
         raise HswqError("merging DoRA needs the weights", tensor=deltas[0][0].layer, fix="give a model")
-    low_rank = all(isinstance(part, LowRank) for delta, _ in deltas for part in delta.parts)
-    if low_rank:
-        left, right = _stacked(deltas)
-    else:
-        left, right = total_delta(deltas, torch.zeros(n, k) if weight is None else weight), torch.eye(k)
+    left, right, terms = _sum_of(deltas, torch.zeros(n, k) if weight is None else weight)
     rows = n // len(names)
     found = []
     for index, name in enumerate(names):
         part = slice(index * rows, (index + 1) * rows)
-        up, down, report = _cut(name, left[part], right, rank)
+        size = sum(_norm(each[part], factor) for each, factor in terms)
+        up, down, report = _cut(name, left[part], right, rank, size)
         piece = None if bias is None or not bias[part].any() else bias[part]
         kept = (
             LowRank(name, part.start, part.stop, 1.0, down.to(dtype), up.to(dtype)) if report.rank else None
         )
-        if kept is not None or piece is not None:
-            found.append((Unit(name, part.start, part.stop, kept, piece), report))
+        empty = kept is None and piece is None
+        found.append((None if empty else Unit(name, part.start, part.stop, kept, piece), report))
     return found
 
 
-def _stacked(deltas: list[tuple[LayerDelta, float]]) -> tuple[Tensor, Tensor]:
-    """Σ strength · ΔW = left [N, R] · right [R, K], in fp64."""
-    branches = [(branch, strength) for delta, strength in deltas if (branch := delta.branch()) is not None]
-    left = torch.cat(
-        [branch.up.double() * (branch.scale.double() * strength) for branch, strength in branches], 1
-    )
-    return left, torch.cat([branch.down.double() for branch, _ in branches])
+def _summed(biases: list[Tensor]) -> Tensor:
+    """Their sum, with zeros where only rounding is left of it."""
+    terms = torch.stack(biases)
+    total = terms.sum(0)
+    return total.where(total.abs() > _ROUNDING * terms.abs().sum(0), torch.zeros(()))
 
 
-def _cut(name: str, left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor, MergedModule]:
+def _sum_of(
+    deltas: list[tuple[LayerDelta, float]], weight: Tensor
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor | None]]]:
+    """Σ strength · ΔW = left [N, R] · right [R, K], and its terms as factors, or as a whole beside None."""
+    if all(isinstance(part, LowRank) for delta, _ in deltas for part in delta.parts):
+        factors = [_factors(delta, strength) for delta, strength in deltas]
+        left, right = torch.cat([left for left, _ in factors], 1), torch.cat([right for _, right in factors])
+        return left, right, [*factors]
+    whole = [total_delta([each], weight) for each in deltas]
+    return torch.stack(whole).sum(0), torch.eye(weight.shape[1]), [(each, None) for each in whole]
+
+
+def _factors(delta: LayerDelta, strength: float) -> tuple[Tensor, Tensor]:
+    """strength · ΔW = left [N, R] · right [R, K], in fp64."""
+    branch = delta.branch()
+    assert branch is not None  # noqa: S101 - all its parts are low-rank
+    return branch.up.double() * (branch.scale.double() * strength), branch.down.double()
+
+
+def _norm(left: Tensor, right: Tensor | None) -> float:
+    """‖left · right‖, of factors without the dense matrix; of the left one alone beside None."""
+    if right is None:
+        return float(torch.linalg.vector_norm(left.double()))
+    return math.sqrt(max(float(((left.T @ left) * (right @ right.T)).sum()), 0.0))
+
+
+def _cut(
+    name: str, left: Tensor, right: Tensor, rank: int, terms: float
+) -> tuple[Tensor, Tensor, MergedModule]:
     """The best up · down of at most this rank for left · right; singular values are shared evenly."""
     q_left, r_left = torch.linalg.qr(left.double())
     q_right, r_right = torch.linalg.qr(right.double().T)
     u, s, vh = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
     norm = float(s.norm())
+    if norm <= _ROUNDING * terms:
+        norm, s = 0.0, torch.zeros_like(s)
     kept = min(rank, int((s > s[:1].sum() * 1e-7).sum()))
     error = float(s[kept:].norm()) / norm if norm else 0.0
     root = s[:kept].sqrt()
     up, down = q_left @ (u[:, :kept] * root), (root[:, None] * vh[:kept]) @ q_right.T
-    return up, down, MergedModule(name, norm, kept, error)
+    return up, down, MergedModule(name, norm, kept, error, terms)
