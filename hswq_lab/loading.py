@@ -17,14 +17,14 @@ from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
-from hswq_lab.models.mini import mini_companion, mini_weights
+from hswq_lab.models.mini import mini_companion
 from hswq_lab.models.zimage import MINI
 from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Uncalibrated
 from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
+from hswq_lab.shipped import MINI_NAME, checkpoint_path
 
 MODEL_KEY = "hswq.model"
-MINI_NAME = "mini-zimage"
 Keep = Literal["file", "memory"]
 
 
@@ -58,10 +58,7 @@ def load(
     Raises:
         HswqError: no such file, a damaged one, not a known model family, or a mode that a layer cannot run in.
     """
-    path = path_of(model, "a model")
-    name = str(model)
-    if name == MINI_NAME and not path.exists():
-        path = mini_weights()
+    path, name = checkpoint_path(model), str(model)
     if not path.exists():
         raise HswqError(
             "there is no such model",

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hswq_lab import demo as demo_module
-from hswq_lab import demo_report, loading, page
+from hswq_lab import demo_report, loading, page, shipped
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.demo import FAST, Settings, require_same, run_demo, shipped_lora
 from hswq_lab.errors import HswqError
@@ -40,7 +40,7 @@ def made(tmp_path_factory, tiny_tensors, tiny_companion):
     companion = replace(tiny_companion, loras={"outline": str(folder / "outline.safetensors")})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "companion_for", lambda _: companion)
-        patch.setattr(loading, "mini_weights", lambda: source)
+        patch.setattr(shipped, "asset", lambda _: source)
         settings = replace(FAST, nvfp4=6, shown=2, seeds=SEEDS_20[:2])
         made = run_demo(folder / "out", settings)
         demo_report.write_all(made, folder / "out", silent)

@@ -15,9 +15,9 @@ from hswq_lab.models.mini import (
     contact_sheet,
     encode_text,
     mini_companion,
-    mini_weights,
     retrieval,
 )
+from hswq_lab.shipped import MINI_WEIGHTS, asset
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_long_prompts_are_cut_with_a_warning():
 
 
 def test_what_ships(companion):
-    folder = mini_weights().parent
+    folder = asset(MINI_WEIGHTS).parent
     weights = list(folder.glob("mini_zimage-*.safetensors"))
     assert len(weights) == 2
     assert sum(file.stat().st_size for file in weights) < 25 * 2**20
@@ -177,3 +177,10 @@ def test_the_model_obeys_backgrounds(drawn):
         wanted = torch.tensor(mini.COLOURS[prompts[i].rsplit(" ", 1)[-1]])
         corner = images[i][:, :3, :3].mean(dim=(1, 2)) * 255
         assert (corner - wanted).abs().max() < 12
+
+
+def test_its_name_is_enough_wherever_a_checkpoint_is_meant():
+    assert len(hl.Checkpoint.open("mini-zimage")) == len(hl.load("mini-zimage").checkpoint)
+    assert hl.inspect("mini-zimage").to_dict() == hl.inspect(hl.Checkpoint.open("mini-zimage")).to_dict()
+    assert hl.check("mini-zimage", source="mini-zimage").ok
+    assert hl.diff("mini-zimage", "mini-zimage").same

@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.anything import as_checkpoint
 from hswq_lab.checkpoint.baked import baked_in_words, baked_layers
 from hswq_lab.checkpoint.closeness import Closeness, closeness, dense
@@ -24,6 +23,7 @@ from hswq_lab.checkpoint.readings import COMFY, MODELOPT, Reading
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.progress import silent
 from hswq_lab.results import Result
+from hswq_lab.shipped import checkpoint_path
 
 if TYPE_CHECKING:
     import os
@@ -115,7 +115,7 @@ def check(
     """
     origin = None if source is None else as_checkpoint(source)
     told = None if origin is None else str(origin.path or "in memory")
-    where = path_of(path, "a checkpoint")
+    where = checkpoint_path(path)
     try:
         checker = _Checker(where, reading, origin)
     except HswqError as error:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, overload
 
-from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.header import metadata_text
 from hswq_lab.checkpoint.index import Index
 from hswq_lab.checkpoint.markers import canonical
@@ -22,6 +21,7 @@ from hswq_lab.checkpoint.writer import write
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.progress import Progress, silent
+from hswq_lab.shipped import checkpoint_path
 
 if TYPE_CHECKING:
     import os
@@ -92,7 +92,7 @@ class Checkpoint(Mapping[str, Value]):
         Raises:
             HswqError: a file is missing, damaged or of another kind, or a layer's tensors break a rule.
         """
-        opened = open_files(path_of(path, "a checkpoint"), reading, shapes)
+        opened = open_files(checkpoint_path(path), reading, shapes)
         errors = [finding for finding in opened.index.findings if finding.severity == "error"]
         if errors:
             raise errors[0].error(path)

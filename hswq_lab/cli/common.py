@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.executors import local_pool
-from hswq_lab.loading import MINI_NAME
-from hswq_lab.models.mini import mini_weights
 from hswq_lab.results import write_text
 from hswq_lab.session import bar, open_model
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.results import Result
 
-__all__ = ["bar", "file_of", "finish", "load", "say", "say_written", "table", "workers"]
+__all__ = ["bar", "finish", "load", "say", "say_written", "table", "workers"]
 
 
 def say(text: object = "") -> None:
@@ -57,11 +55,6 @@ def load(path: str, args: argparse.Namespace) -> Model:
     if getattr(args, "captions", None) is None and getattr(args, "vae", None) is None:
         return open_model(path, args.device)
     return open_model(path, args.device, args.captions, tuple(args.size), args.vae)
-
-
-def file_of(name: str) -> str:
-    """A checkpoint's path as it was given; for the small model's name, the file that ships with the package."""
-    return str(mini_weights()) if name == MINI_NAME and not Path(name).exists() else name
 
 
 def say_written(path: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hswq_lab as hl
 from hswq_lab.checkpoint import convert as convert_checkpoint
 from hswq_lab.checkpoint.header import read_header
 from hswq_lab.cli import lora
-from hswq_lab.cli.common import bar, file_of, finish, load, say, table
+from hswq_lab.cli.common import bar, finish, load, say, table
 from hswq_lab.errors import HswqError
 from hswq_lab.models.foreign import looks_like_lora
+from hswq_lab.shipped import checkpoint_path
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +25,7 @@ def is_lora(path: str) -> bool:
     Raises:
         HswqError: the file is missing or is no safetensors file.
     """
-    where = Path(path)
+    where = checkpoint_path(path)
     if where.is_dir():
         return (where / "adapter_config.json").is_file()
     return where.name.endswith(".safetensors") and looks_like_lora(read_header(where).tensors)
@@ -33,7 +33,7 @@ def is_lora(path: str) -> bool:
 
 def inspect(args: argparse.Namespace) -> int:
     """Says what is in a checkpoint or a LoRA."""
-    if is_lora(file_of(args.file)):
+    if is_lora(args.file):
         found = hl.load_lora(args.file).report({} if args.model is None else load(args.model, args))
         columns = ["module", "kind", "rank", "scale", "norm"]
         say(table(found.to_frame()[[*columns, "layer", "rows", "status"] if args.model else columns]))
@@ -42,7 +42,7 @@ def inspect(args: argparse.Namespace) -> int:
         else:
             say("where these modules go is not known without a model: add --model")
         return finish(args, found)
-    report = hl.inspect(file_of(args.file))
+    report = hl.inspect(args.file)
     say(table(report.to_frame()[["name", "format", "dtype", "shape", "group", "calibrated", "nbytes"]]))
     say(report)
     return finish(args, report)
@@ -50,28 +50,27 @@ def inspect(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Applies every rule to a file; fails if one is broken."""
-    if not Path(file_of(args.file)).exists():
+    if not checkpoint_path(args.file).exists():
         raise HswqError("the file does not exist", file=args.file, fix="check the name and the folder")
     with bar("checking") as progress:
-        source = None if args.source is None else file_of(args.source)
-        report = hl.check(file_of(args.file), source, progress=progress)
+        report = hl.check(args.file, args.source, progress=progress)
     say(report)
     return finish(args, report, passed=report.ok)
 
 
 def convert(args: argparse.Namespace) -> int:
     """Writes a checkpoint in another layout, or a LoRA in another dialect."""
-    if is_lora(file_of(args.file)):
+    if is_lora(args.file):
         if args.to is None:
             raise HswqError("which dialect?", file=args.file, expected="--to peft, kohya or native")
         return lora.convert(args)
     with bar("converting") as progress:
         report = convert_checkpoint(
-            file_of(args.file),
+            args.file,
             args.out,
             to=args.to or "hswq",
             producer=args.producer,
-            source=None if args.source is None else file_of(args.source),
+            source=args.source,
             max_shard_bytes=args.shard_bytes,
             progress=progress,
         )
@@ -82,7 +81,7 @@ def convert(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints name by name."""
     with bar("comparing") as progress:
-        report = hl.diff(file_of(args.a), file_of(args.b), progress=progress)
+        report = hl.diff(args.a, args.b, progress=progress)
     frame = report.to_frame()
     different = frame[frame["status"] != "same"]
     if len(different):

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,13 +19,13 @@ from torch.nn import functional
 
 from hswq_lab.errors import HswqError
 from hswq_lab.models.companion import Companion
+from hswq_lab.shipped import asset
 
 CELL = 4
 CAP_DIM = 512
 MAX_WORDS = 32
 NULL_WORD = "<null>"
 PICTURE = 64
-WEIGHTS_INDEX = "mini_zimage.safetensors.index.json"
 LORAS = ("outline", "palette")
 COLOURS = {
     "red": (214, 64, 54),
@@ -202,23 +200,6 @@ def retrieval(images: Tensor, prompts: Sequence[str]) -> float:
         distances = (sheet.on(colour) - image).square().mean(dim=(1, 2, 3))
         hits += sheet.captions[int(distances.argmin())] == caption
     return hits / len(prompts)
-
-
-def asset(name: str) -> Path:
-    """The path of a file that ships with the package.
-
-    Raises:
-        HswqError: it is not there, so the installation is damaged.
-    """
-    path = Path(str(files("hswq_lab") / "assets" / name))
-    if not path.exists():
-        raise HswqError("a file of the package is missing", file=path, fix="install hswq_lab again")
-    return path
-
-
-def mini_weights() -> Path:
-    """The index of the shards that hold mini-zimage's weights, bf16, in the native layout."""
-    return asset(WEIGHTS_INDEX)
 
 
 @lru_cache(maxsize=1)
