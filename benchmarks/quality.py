@@ -25,7 +25,6 @@ import torch
 
 import hswq_lab as hl
 from hswq_lab.formats import group_for
-from hswq_lab.models.mini import asset
 from hswq_lab.quantize import (
     CalibrationReport,
     ImpactReport,
@@ -38,6 +37,7 @@ from hswq_lab.quantize import (
     with_input_scales,
 )
 from hswq_lab.results import write_text
+from hswq_lab.shipped import asset
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +88,7 @@ ROWS = {
     "all smooth sweep": Row("sweep", smoothed=True),
     "all sweep, act four_six": Row("sweep", activations="four_six"),
     "all sweep, act sweep": Row("sweep", activations="sweep"),
+    "all gptq, act sweep": Row("gptq", activations="sweep"),
     "all smooth gptq, act sweep": Row("gptq", smoothed=True, activations="sweep"),
     "all smooth sweep, act sweep": Row("sweep", smoothed=True, activations="sweep"),
     "all sweep, r16": Row("sweep", rank=16),
