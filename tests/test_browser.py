@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from importlib import import_module
 from pathlib import Path
@@ -28,8 +29,8 @@ BAKE = (
     "hl.widgets.BakeCheck(pack, [hl.load_lora(p) for p in model.companion.loras.values()], model, steps=20)"
 )
 COMPARE = "hl.widgets.TrajectoryViewer(model=model, variants=variants, steps=60)"
-RESULTS = str(NOTEBOOKS.parent / "benchmarks" / "results")
-GEMM = f"import hswq_lab as hl\nhl.widgets.GemmBench(results={RESULTS!r})"
+RESULTS = NOTEBOOKS.parent / "benchmarks" / "results"
+GEMM = "import hswq_lab as hl\nhl.widgets.GemmBench(results='results')"  # a copy beside the notebook
 MODEL = """
 import torch
 import hswq_lab as hl
@@ -261,6 +262,7 @@ def test_a_pack_is_opened_filtered_checked_and_exported_by_keyboard(lab):
 
 
 def test_products_are_timed_cancelled_and_compared_and_a_restart_keeps_what_was_typed(lab):
+    shutil.copytree(RESULTS, lab.server.root / "results")
     lab.open_cells(GEMM)
     lab.run_all()
     panel = lab.panel("hswq-gemm")
@@ -291,6 +293,7 @@ def test_in_the_dark_at_900_pixels_all_is_readable_named_and_inside(browser, tmp
     with LabServer(tmp_path, theme="JupyterLab Dark") as server:
         page = browser.new_page(viewport={"width": 900, "height": 1300})
         lab = LabPage(page, server)
+        shutil.copytree(RESULTS, server.root / "results")
         lab.open_cells(MODEL, STRENGTH, PACK, GEMM)
         lab.run_all()
         page.keyboard.press("Control+b")  # hides the list of files
