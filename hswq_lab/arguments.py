@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -63,6 +63,21 @@ def positive(value: object, what: str) -> float:
     if (number := finite(value, what)) <= 0:
         raise HswqError(f"{what} must be a positive number", found=number)
     return number
+
+
+def texts_of(value: object, what: str, example: str) -> dict[str, str]:
+    """A mapping from text to text; `example` shows one.
+
+    Raises:
+        HswqError: it is something else, or one of its pairs is.
+    """
+    if not isinstance(value, Mapping):
+        raise HswqError(f"{what} is a mapping", found=repr(value)[:80], expected=example)
+    for pair in value.items():
+        if not all(isinstance(each, str) for each in pair):
+            found = ": ".join(repr(each)[:80] for each in pair)
+            raise HswqError(f"{what} maps text to text", found=found, expected=example)
+    return dict(value)
 
 
 def device_of(value: str | torch.device | None) -> torch.device:

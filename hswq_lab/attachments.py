@@ -17,7 +17,6 @@ from hswq_lab.declared import (
     SMOOTH_KEY,
     Attachment,
     Way,
-    check_lora,
     refuse_absurd,
     refuse_baked,
     refuse_mixtures,
@@ -44,9 +43,10 @@ from hswq_lab.lora import (
     total_delta,
 )
 from hswq_lab.lora.evidence import Baked, Verdict
+from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.targets import unpacked
 
-__all__ = ["LORAS_KEY", "SCALES_KEY", "SMOOTH_KEY", "Attachment", "Attachments", "Way", "check_lora"]
+__all__ = ["LORAS_KEY", "SCALES_KEY", "SMOOTH_KEY", "Attachment", "Attachments", "Way"]
 
 
 class BakedWeights(Protocol):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_loras
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LayerDelta, LoraFile
 from hswq_lab.lora.targets import TargetIndex
 
 if TYPE_CHECKING:
-    from hswq_lab.checkpoint import Checkpoint
     from hswq_lab.lora.evidence import Verdict
 
 Way = Literal["branch", "bake", "bake_from_source"]
@@ -39,7 +39,8 @@ class Attachment:
         verdict: of the evidence when it was attached; None if it has not been measured since it was declared.
 
     Raises (in the constructor):
-        HswqError: an unknown way, a strength that is not finite, or "bake_from_source" without a source.
+        HswqError: an unknown way, a strength that is not finite, "bake_from_source" without a source, or another source
+            than a checkpoint.
     """
 
     lora: LoraFile
@@ -59,6 +60,8 @@ class Attachment:
             raise HswqError(
                 "a LoRA's strength must be a finite number", file=self.lora.path, found=self.strength
             )
+        if self.source is not None:
+            check_checkpoint(self.source, "source")
         if self.how == "bake_from_source" and self.source is None:
             raise HswqError(
                 "baking from source needs the 16-bit checkpoint",
@@ -70,12 +73,10 @@ class Attachment:
         return f"{self.lora.name} ×{self.strength:g} ({self.how})"
 
 
-def check_lora(value: object) -> None:
-    """Raises HswqError for anything but a loaded LoRA."""
-    if not isinstance(value, LoraFile):
-        raise HswqError(
-            "this is no loaded LoRA", found=repr(value), fix="open the file with hl.load_lora first"
-        )
+def check_checkpoint(value: object, what: str) -> None:
+    """Raises HswqError for anything but opened weights; `what` they are for, for the message."""
+    if not isinstance(value, Checkpoint):
+        raise HswqError(f"this is no {what}", found=repr(value)[:80], fix="open it with hl.load(...) first")
 
 
 def refuse_mixtures(items: Sequence[Attachment]) -> None:

@@ -11,9 +11,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from hswq_lab.arguments import whole
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.evidence import format_of, kind_of
 from hswq_lab.lora.targets import unpacked
+from hswq_lab.model import check_model
 from hswq_lab.progress import part, silent
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.results import Result
@@ -152,8 +154,11 @@ def measure_effect(
         progress: told after every step and every layer.
 
     Raises:
-        HswqError: no LoRAs, prompts and seeds that do not pair, or a packed `model`.
+        HswqError: no models or LoRAs, less than a step, prompts and seeds that do not pair, or a packed `model`.
     """
+    for each in (pack,) if model is None else (pack, model):
+        check_model(each)
+    steps, rows = whole(steps, "the number of steps"), whole(rows, "the number of rows")
     if not pack.loras:
         raise HswqError("there is no LoRA on this model", tensor=pack.name, fix="attach one first")
     if model is not None and model.is_packed:

@@ -11,6 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plotly.basedatatypes import BaseFigure
+
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.partial import write_whole
 from hswq_lab.results import write_text
@@ -80,10 +83,14 @@ def save_figure(
         height: height in CSS pixels of a static picture; a height set in the figure's layout wins.
 
     Raises:
-        HswqError: an unknown suffix, a static form where no browser can be found (HTML still works), or a
+        HswqError: no figure, an unknown suffix, a static form where no browser can be found (HTML still works), or a
             file that cannot be written.
     """
-    target = Path(path)
+    target = path_of(path, "a figure's file")
+    if not isinstance(figure, BaseFigure):
+        raise HswqError(
+            "this is no figure", file=target, found=repr(figure)[:80], fix="give what a plot function returns"
+        )
     suffix = target.suffix.lower()
     if suffix == ".html":
         write_text(target, figure.to_html(include_plotlyjs=True, full_html=True))

@@ -13,14 +13,16 @@ from torch import Tensor
 from hswq_lab import ops
 from hswq_lab.arguments import activation_dtype, device_of, finite
 from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
-from hswq_lab.attachments import Attachment, Attachments, Way, check_lora
+from hswq_lab.attachments import Attachment, Attachments, Way
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.checkpoint.completeness import config_of
+from hswq_lab.declared import check_checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.layers import LabLinear
 from hswq_lab.lora import BakeReport, LoraFile
+from hswq_lab.lora.file import check_lora
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.zimage import ZImage, linear_layers
 from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Resolved, Uncalibrated, resolve
@@ -181,6 +183,7 @@ class Model(PictureMaker):
 
     def with_checkpoint(self, checkpoint: Checkpoint, name: str | None = None) -> Model:
         """A model of other weights with the same companion, device, dtype and mode, and no LoRAs."""
+        check_checkpoint(checkpoint, "checkpoint")
         return Model(
             checkpoint,
             name=name or self.name,
@@ -277,8 +280,6 @@ class Model(PictureMaker):
         """
         check_lora(lora)
         origin = source.checkpoint if isinstance(source, Model) else source
-        if origin is not None and not isinstance(origin, Checkpoint):
-            raise HswqError("this is no source", found=repr(origin), fix="open it with hl.load(...) first")
         with self._lock:
             added = Attachment(
                 lora, finite(strength, "a LoRA's strength"), how, origin, allow_unmatched, allow_baked

@@ -23,7 +23,7 @@ from hswq_lab.attachments import Attachment, Way
 from hswq_lab.checkpoint import Checkpoint, Reading
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LoraFile, load_lora
-from hswq_lab.model import Model
+from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
 from hswq_lab.modes import ModeRequest
 from hswq_lab.owned import temporary_folder
@@ -176,7 +176,12 @@ def purge(*models: Model) -> None:
 
     Args:
         models: those whose networks go; the models themselves, with mode and LoRAs, stay usable.
+
+    Raises:
+        HswqError: one of them is no loaded model; nothing is dropped then.
     """
+    for model in models:
+        check_model(model)
     for model in models:
         model.unload()
     forget_models()

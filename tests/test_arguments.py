@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 
 import hswq_lab as hl
 from hswq_lab.arguments import device_of, finite, whole
+from hswq_lab.lora import LoraFile, convert_lora, merge_loras, save_lora
+from hswq_lab.models.mini import mini_companion
 
 GENERATE = {
     "no prompt": ((None,), {}, "prompt"),
@@ -68,11 +71,82 @@ def test_generate_says_which_argument_is_wrong(mini, slip):
         lambda model: hl.calibrate("x"),
         lambda model: hl.sensitivity("x"),
         lambda model: hl.sensitivity(model, seeds=4),
+        lambda model: hl.Plan(None),
+        lambda model: hl.Plan(["nvfp4"]),
+        lambda model: hl.Plan({"*": 4}),
+        lambda model: hl.Plan({3: "nvfp4"}),
+        lambda model: hl.purge("x"),
+        lambda model: hl.purge(None),
+        lambda model: hl.purge([model]),
+        lambda model: model.with_checkpoint("x"),
+        lambda model: model.attach(palette(), source="x"),
+        lambda model: hl.save_figure(3, "x.html"),
+        lambda model: hl.save_figure(go.Figure(), None),
+        lambda model: hl.module_report(3),
+        lambda model: hl.pack_module(3, {"*": "nvfp4"}),
+        lambda model: styled(model).effect("mini-zimage"),
+        lambda model: styled(model).effect(steps=0),
+        lambda model: styled(model).effect(steps="2"),
+        lambda model: palette().report("x"),
+        lambda model: palette().deltas(None),
+        lambda model: palette().deltas({"layers.0.attention.qkv": (3,)}),
+        lambda model: palette().deltas({"layers.0.attention.qkv": 3}),
+        lambda model: palette().deltas({"layers.0.attention.qkv": ("3", 4)}),
+        lambda model: palette().deltas({3: (3, 4)}),
+        lambda model: merge_loras(palette(), model, 8),
+        lambda model: merge_loras([palette()], model, 8),
+        lambda model: merge_loras([("style.safetensors", 1.0)], model, 8),
+        lambda model: merge_loras([(palette(), 1.0)], model, 8, "foo"),
+        lambda model: merge_loras([(palette(), 1.0)], "x", 8),
+        lambda model: convert_lora(model, palette(), "peft"),
+        lambda model: convert_lora(palette(), model, ["peft"]),
     ],
 )
 def test_a_slip_is_one_sentence(mini, call):
     with pytest.raises(hl.HswqError):
         call(mini)
+
+
+def palette() -> LoraFile:
+    return hl.load_lora(mini_companion().loras["palette"])
+
+
+def styled(model: hl.Model) -> hl.Model:
+    dressed = model.without_loras()
+    dressed.attach(palette())
+    return dressed
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "message"),
+    [
+        ("foo.bin", {"a": torch.zeros(1)}, "ends in .safetensors"),
+        ("foo.safetensors", {}, "nothing to write"),
+        ("foo.safetensors", [torch.zeros(1)], "nothing to write"),
+    ],
+)
+def test_a_lora_without_tensors_or_under_another_ending_is_not_written(tmp_path, name, tensors, message):
+    with pytest.raises(hl.HswqError, match=message):
+        save_lora(tmp_path / name, tensors, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dialect_is_asked_for_before_the_work(mini):
+    with pytest.raises(hl.HswqError, match="dialect"):
+        merge_loras([(palette(), 1.0)], mini, 8, "foo", progress=lambda *_: pytest.fail("work was begun"))
+
+
+def test_purge_drops_nothing_where_one_is_no_model(mini):
+    network = mini.network()
+    with pytest.raises(hl.HswqError):
+        hl.purge(mini, "x")
+    assert mini.network() is network
+
+
+def test_an_empty_plan_is_a_plan_but_packs_nothing(mini):
+    assert len(hl.Plan({})) == 0
+    with pytest.raises(hl.HswqError, match="the plan is empty"):
+        hl.pack(mini, hl.Plan({}))
 
 
 def test_numbers_of_numpy_are_numbers():

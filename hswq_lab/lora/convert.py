@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from hswq_lab import checkpoint
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
+from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.parts import Dora, Full, Hada, Kron, LowRank, Part, Replacement
 from hswq_lab.lora.scales import PEFT_METADATA
 from hswq_lab.lora.units import Unit, units_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -50,8 +53,8 @@ def convert_lora(
     Raises:
         HswqError: the file does not fit the layers, or holds a delta that the dialect cannot express.
     """
-    if to not in get_args(Dialect):
-        raise HswqError("unknown LoRA dialect", found=repr(to), expected=", ".join(get_args(Dialect)))
+    check_lora(lora)
+    check_dialect(to)
     deltas = lora.deltas(layers)
     units = (unit for layer in deltas for unit in units_of(deltas[layer], split=to != "native"))
     metadata = {key: value for key, value in lora.metadata.items() if key != PEFT_METADATA}
@@ -61,8 +64,30 @@ def convert_lora(
 def save_lora(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Path:
-    """Writes a LoRA file, whole or not at all."""
+    """Writes a LoRA file, whole or not at all.
+
+    Raises:
+        HswqError: another ending than .safetensors, no tensors, or the file cannot be written.
+    """
+    target = path_of(path, "a LoRA")
+    if target.suffix != ".safetensors":
+        raise HswqError(
+            "a LoRA is saved as safetensors", file=target, expected="a name that ends in .safetensors"
+        )
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise HswqError(
+            "there is nothing to write",
+            file=target,
+            found=repr(tensors)[:80],
+            expected="what convert_lora or merge_loras returned",
+        )
     return checkpoint.write(path, tensors.items(), metadata, prefix="")
+
+
+def check_dialect(to: object) -> None:
+    """Raises HswqError for anything but a dialect's name."""
+    if to not in get_args(Dialect):
+        raise HswqError("unknown LoRA dialect", found=repr(to)[:80], expected=", ".join(get_args(Dialect)))
 
 
 def write_units(

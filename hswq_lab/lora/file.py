@@ -197,6 +197,14 @@ class LoraFile:
         return None if weight is None else float(part.dense(weight[start:stop]).norm())
 
 
+def check_lora(value: object) -> None:
+    """Raises HswqError for anything but a loaded LoRA."""
+    if not isinstance(value, LoraFile):
+        raise HswqError(
+            "this is no loaded LoRA", found=repr(value)[:80], fix="open the file with hl.load_lora first"
+        )
+
+
 def load_lora(path: str | os.PathLike[str], *, full_lokr_scale: FullLokrScale = "one") -> LoraFile:
     """Reads a LoRA file in any of the known dialects; all tensors are checked, none is kept in memory.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ import torch
 from hswq_lab.arguments import finite, whole
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.bake import total_delta
-from hswq_lab.lora.convert import Dialect, write_units
+from hswq_lab.lora.convert import Dialect, check_dialect, write_units
+from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.parts import LowRank
 from hswq_lab.lora.targets import layers_of, weight_of
 from hswq_lab.lora.units import Unit
@@ -21,8 +23,6 @@ from hswq_lab.progress import Progress, silent
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from hswq_lab.lora.delta import LayerDelta
@@ -137,13 +137,14 @@ def merge_loras(
         progress: told after each layer.
 
     Raises:
-        HswqError: no LoRAs, a rank below 1, a strength that is no finite number, a file that does not fit, or
-            a DoRA without a model.
+        HswqError: no LoRAs, an unknown dialect, a rank below 1, a strength that is no finite number, a file that
+            does not fit, LoRAs that cancel each other, or a DoRA without a model.
     """
-    if not loras:
-        raise HswqError("a merge needs LoRAs", found="none")
     rank = whole(rank, "the rank")
-    loras = [(lora, finite(strength, f"the strength of {lora.name}")) for lora, strength in loras]
+    check_dialect(to)
+    if not isinstance(loras, Sequence) or not loras:
+        raise HswqError("a merge needs LoRAs", found=repr(loras)[:80], expected="[(lora, 0.8), …]")
+    loras = [_with_strength(each) for each in loras]
     deltas = [(lora.deltas(layers), strength) for lora, strength in loras]
     touched = [name for name in layers_of(layers) if any(name in found for found, _ in deltas)]
     tell = progress or silent
@@ -169,6 +170,14 @@ def merge_loras(
     sources = "; ".join(f"{lora.name} x{strength:g} sha256={lora.sha256}" for lora, strength in loras)
     tensors, metadata = write_units(units, to, {"hswq.merged_from": sources, "hswq.merged_rank": str(rank)})
     return Merged(tensors, metadata, MergeReport(labels, rank, rows, cancelled))
+
+
+def _with_strength(pair: object) -> tuple[LoraFile, float]:
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        found = repr(pair)[:80]
+        raise HswqError("a merge takes LoRAs with their strengths", found=found, expected="[(lora, 0.8), …]")
+    check_lora(pair[0])
+    return pair[0], finite(pair[1], f"the strength of {pair[0].name}")
 
 
 def _merged_units(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+from hswq_lab.arguments import whole
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora.dialects import squash, without_prefixes
@@ -102,9 +103,29 @@ def _pairs(name: str) -> frozenset[str]:
 
 
 def layers_of(layers: LayerShapes | HasLayers) -> LayerShapes:
-    """The layer list of a model, or the list itself; names lose a trailing ".weight"."""
-    shapes = layers if isinstance(layers, Mapping) else layers.layers()
-    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items()}
+    """The layer list of a model, or the list itself; names lose a trailing ".weight".
+
+    Raises:
+        HswqError: it is neither, or a shape is not (N, K).
+    """
+    shapes = layers if isinstance(layers, Mapping) else _layers_of_model(layers)
+    return dict(_named_shape(name, shape) for name, shape in shapes.items())
+
+
+def _layers_of_model(model: HasLayers) -> LayerShapes:
+    if not callable(getattr(model, "layers", None)):
+        raise HswqError(
+            "these are no layers", found=repr(model)[:80], expected="a loaded model, or name → (N, K)"
+        )
+    return model.layers()
+
+
+def _named_shape(name: object, shape: object) -> tuple[str, tuple[int, int]]:
+    if not isinstance(name, str) or not isinstance(shape, Sequence) or len(shape) != 2:
+        found = f"{name!r}: {shape!r}"[:120]
+        raise HswqError("a layer is a name with the shape of a matrix", found=found, expected="name → (N, K)")
+    n, k = whole(shape[0], f"the number of rows of {name}"), whole(shape[1], f"the inputs of {name}")
+    return name.removesuffix(".weight"), (n, k)
 
 
 def weight_of(layers: LayerShapes | HasLayers, layer: str) -> Tensor | None:

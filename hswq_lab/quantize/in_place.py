@@ -57,6 +57,7 @@ def pack_module(
         HswqError: an entry that matches no layer, a layer that cannot be packed or cannot run in the mode, LoRAs or
             hooks on the Linears, a module that is packed already. The module is unchanged then.
     """
+    _check_module(module)
     plan = plan if isinstance(plan, Plan) else Plan(plan)
     request = ModeRequest(mode, uncalibrated, "default" if mode == "auto" else "asked for")
     _refuse_unfit(module)
@@ -76,11 +77,20 @@ def pack_module(
     return module_report(module)
 
 
+def _check_module(value: object) -> None:
+    if not isinstance(value, nn.Module):
+        raise HswqError("this is no torch module", found=repr(value)[:80], expected="an nn.Module")
+
+
 def module_report(module: nn.Module) -> LoadReport:
     """Format, mode and counters of every Linear of a module, packed or not.
 
     Subclasses of `nn.Linear` that `pack_module` leaves alone are named in the report's warnings.
+
+    Raises:
+        HswqError: it is no module.
     """
+    _check_module(module)
     rows, warnings = [], []
     for name, each in module.named_modules():
         if isinstance(each, ModuleLinear):

@@ -151,6 +151,13 @@ def _prepare(
     check_model(model)
     if not isinstance(plan, Plan):
         raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
+    if not plan:
+        raise HswqError(
+            "the plan is empty: it would pack nothing",
+            found="no layer",
+            expected='at least one entry: {"layer or glob": "format"}',
+            fix='hl.Plan({"*": "nvfp4"}) packs every layer',
+        )
     if model.loras:
         raise HswqError(
             "packing takes the model's own weights, but LoRAs are attached",

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hswq_lab.arguments import texts_of
 from hswq_lab.checkpoint.kinds import KINDS
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
@@ -63,10 +64,11 @@ class Plan(Mapping[str, str]):
         note: where the plan comes from, for people.
 
     Raises:
-        HswqError: an unknown format.
+        HswqError: an unknown format, or no mapping from text to text.
     """
 
     def __init__(self, formats: Mapping[str, str], note: str = "") -> None:
+        formats = texts_of(formats, "a plan", '{"layer or glob": "nvfp4"}')
         self._formats = {layer_name(pattern): canonical(form, pattern) for pattern, form in formats.items()}
         self._places = {pattern: place for place, pattern in enumerate(self._formats)}
         self._globs = [pattern for pattern in self._formats if set(pattern) & set("*?[")]
