@@ -51,13 +51,14 @@ def test_a_divisor_of_3584_is_a_scale_of_its_inverse(tmp_path):
     assert float(weight.scale) == pytest.approx(1 / 3584, rel=1e-7)
 
 
-@pytest.mark.parametrize("value", [0.0, float("inf"), -3584.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, float("inf"), -3584.0, float("nan"), 1e-45])
 @pytest.mark.parametrize("key", ["weight_global_scale", "input_global_scale"])
 def test_a_divisor_that_cannot_be_is_refused(tmp_path, key, value):
     tensors = as_compressed_tensors(nvfp4(structured(32, 64)), 0.25)
     tensors[key] = torch.tensor([value])
-    with pytest.raises(HswqError, match="impossible value"):
-        Checkpoint.open(file_of(tmp_path / "x.safetensors", tensors))
+    with pytest.raises(HswqError, match="impossible value") as refusal:
+        Checkpoint.open(file_of(tmp_path / "x.safetensors", tensors))["a.weight"]
+    assert refusal.value.tensor == f"a.{key}"
 
 
 @pytest.mark.parametrize("known", ["producer", "config", "hf_quant_config", "header", "source"])

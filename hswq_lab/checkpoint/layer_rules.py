@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hswq_lab.checkpoint.slots import Slot
     from hswq_lab.checkpoint.source import Stored
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass
 class Layer:
@@ -154,7 +156,7 @@ def _check_scales(layer: Layer, name: str, kind: Kind) -> None:
             expected=", ".join(missing),
         )
     if "weight_scale_2" in present and "weight_scale_2" not in kind.scales:
-        raise HswqError(f"a scale that {name} does not have", tensor=f"{layer.name}.weight_scale_2")
+        raise HswqError(f"a scale that {name} does not have", tensor=layer.stored_names["weight_scale_2"])
     if "input_scale" in present and not kind.calibratable:
         layer.warn("idle-scale", f"an input_scale that {name} does not use; kept as a plain tensor")
     for part in present:
@@ -166,7 +168,7 @@ def _check_scales(layer: Layer, name: str, kind: Kind) -> None:
 
 def _check_scale(layer: Layer, kind: Kind, part: str) -> None:
     """Dtype and shape of one scale; the values of one-element scales."""
-    stored, tensor = layer.parts[part], f"{layer.name}.{part}"
+    stored, tensor = layer.parts[part], layer.stored_names[part]
     rows = layer.parts["weight"].shape[0]
     per_row = part == "weight_scale" and kind.per_row
     if stored.dtype not in FLOATS or math.prod(stored.shape) not in ((1, rows) if per_row else (1,)):
@@ -178,13 +180,16 @@ def _check_scale(layer: Layer, kind: Kind, part: str) -> None:
         )
     if stored.dtype != torch.float32:
         layer.warn(
-            "scale-dtype", f"{part} is stored in another dtype and was promoted to fp32", stored.info.dtype
+            "scale-dtype",
+            f"{tensor.rpartition('.')[2]} is stored in another dtype and was promoted to fp32",
+            stored.info.dtype,
         )
     if math.prod(stored.shape) == 1:
         value = float(scalar(stored))
-        # A layer of zeros has the weight scale 0; an input_scale or a divisor can never be 0.
-        zero_is_wrong = part == "input_scale" or layer.reading.factor == "divisor"
-        if not math.isfinite(value) or value < 0 or (value == 0 and zero_is_wrong):
+        # A layer of zeros has the weight scale 0; an input_scale can never be 0, and a divisor needs an inverse.
+        divisor = layer.reading.factor == "divisor"
+        too_small = value < 1 / _LARGEST if divisor else value == 0 and part == "input_scale"
+        if not math.isfinite(value) or value < 0 or too_small:
             raise HswqError(
                 "a scale has an impossible value",
                 tensor=tensor,
@@ -198,7 +203,7 @@ def _check_block_scales(layer: Layer, kind: Kind, block: int) -> None:
     if stored.dtype not in kind.block_dtypes:
         raise HswqError(
             "block scales have the wrong dtype",
-            tensor=f"{layer.name}.weight_scale",
+            tensor=layer.stored_names["weight_scale"],
             found=stored.info.dtype,
             expected=str(kind.block_dtypes[0]).removeprefix("torch."),
         )
@@ -212,7 +217,7 @@ def _check_block_scales(layer: Layer, kind: Kind, block: int) -> None:
     if stored.shape not in allowed:
         raise HswqError(
             "block scales do not fit the codes",
-            tensor=f"{layer.name}.weight_scale",
+            tensor=layer.stored_names["weight_scale"],
             found=list(stored.shape),
             expected=" or ".join(str(list(shape)) for shape in allowed),
         )
@@ -225,7 +230,7 @@ def _check_basis(layer: Layer, k: int) -> None:
     if stored.dtype != torch.float8_e4m3fn or len(stored.shape) != 2 or stored.shape[1] != k:
         raise HswqError(
             "an input_basis that does not fit the layer",
-            tensor=f"{layer.name}.{INPUT_BASIS}",
+            tensor=layer.stored_names[INPUT_BASIS],
             found=f"{stored.info.dtype} {list(stored.shape)}",
             expected=f"F8_E4M3 [rank, {k}]",
         )
