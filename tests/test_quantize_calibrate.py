@@ -11,6 +11,7 @@ from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.formats import rotate_fp32
 from hswq_lab.layers import make_linear
+from hswq_lab.loading import save
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.packing import pack_weight
@@ -234,6 +235,28 @@ def test_a_lora_that_exceeds_the_scale_is_named(tiny_model, hybrid):
     assert report.loras == ["loud ×1 (branch)"]
     assert "layers.0.feed_forward.w1" not in report.exceeding
     assert report.to_frame().set_index("layer").loc["layers.0.feed_forward.w2", "exceeds"] == row.exceeds
+
+
+@pytest.mark.parametrize("how", ["branch", "bake", "in the file"])
+def test_ranges_of_a_model_without_the_packs_loras_are_warned_about(tiny_model, hybrid, how, tmp_path):
+    stem = "transformer.layers.0.feed_forward.w3"
+    tensors = {f"{stem}.lora_A.weight": torch.randn(4, 64), f"{stem}.lora_B.weight": 3 * torch.randn(128, 4)}
+    lora = lora_from_tensors(tensors, name="loud")
+    styled = hybrid.on("cpu")
+    styled.attach(lora, 0.5, "branch" if how == "branch" else "bake")
+    if how == "in the file":
+        styled = hybrid.with_checkpoint(Checkpoint.open(save(styled, tmp_path / "baked.safetensors")))
+    (warning,) = observe_for(styled, tiny_model, **RUN).warnings
+    assert "loud ×0.5" in warning
+    assert "no --model" in warning
+    with pytest.warns(UserWarning, match="does not have the LoRAs"):
+        calibrate(styled, tiny_model, **RUN)
+    own = observe_for(styled, **RUN)
+    assert own.warnings == []
+    assert own.loras == [f"loud ×0.5 ({'branch' if how == 'branch' else 'bake'})"]
+    tiny_model.attach(lora, 0.5)
+    assert observe_for(styled, tiny_model, **RUN).warnings == []
+    assert observe_for(hybrid, **RUN).warnings == []
 
 
 def test_the_same_prompts_do_not_exceed(hybrid):

@@ -98,6 +98,8 @@ def calibrate(args: argparse.Namespace) -> int:
     calibrated = with_input_scales(packed, report, args.headroom)
     with bar("writing") as progress:
         hl.save(calibrated, args.out, progress=progress)
+    for text in report.warnings:
+        say(f"warning: {text}")
     for layer in report.unreached:
         say(f"no scale: {layer} was never reached, or only zeros came")
     say(f"{len(report.rows) - len(report.unreached)} of {len(report.rows)} layers have an input_scale")

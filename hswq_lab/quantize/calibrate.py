@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from hswq_lab.arguments import positive
+from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
@@ -42,7 +45,8 @@ def calibrate(
 
     Args:
         pack: what to calibrate, with its LoRAs (the new pack has none).
-        model: the 16-bit model whose activations count; None: those of the pack in parity mode.
+        model: the 16-bit model whose activations count; None: those of the pack in parity mode, with the LoRAs
+            that are baked into it (of a model without them a UserWarning tells).
         prompts: one for each seed, or one for all; the model's own by default.
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps; all of them count.
@@ -55,6 +59,8 @@ def calibrate(
     """
     positive(headroom, "the headroom")  # before the work, not after it
     report = observe_for(pack, model, prompts, seeds, steps=steps, cfg=cfg, progress=progress)
+    for text in report.warnings:
+        warnings.warn(text, stacklevel=2)
     return with_input_scales(pack, report, headroom)
 
 
@@ -68,7 +74,10 @@ def observe_for(
     cfg: float = 2.5,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """`observe` for a pack's NVFP4 layers, each in the basis it is stored in; arguments as of `calibrate`."""
+    """`observe` for a pack's NVFP4 layers, each in the basis it is stored in; arguments as of `calibrate`.
+
+    The report warns where the pack has LoRAs, in its file or on it, that `model` does not have.
+    """
     for each in (pack,) if model is None else (pack, model):
         check_model(each)
     groups = {layer: entry.group for layer, entry in _nvfp4_entries(pack).items()}
@@ -79,7 +88,21 @@ def observe_for(
             fix="give the 16-bit model that the pack was made from, or none",
         )
     source = pack.in_mode("parity") if model is None else model
-    return observe(source, prompts, seeds, steps=steps, cfg=cfg, groups=groups, progress=progress)
+    report = observe(source, prompts, seeds, steps=steps, cfg=cfg, groups=groups, progress=progress)
+    missing = [lora for lora in _loras_of(pack) if lora not in _loras_of(source)]
+    if not missing:
+        return report
+    warning = (
+        f"{source.name} does not have the LoRAs of {pack.name} ({', '.join(missing)}), so the ranges are those "
+        "without them and may clip: calibrate without another model (no --model, model=None)"
+    )
+    return replace(report, warnings=[warning])
+
+
+def _loras_of(model: Model) -> list[str]:
+    """Name and strength of every LoRA in a model's file and on it, in whatever way each was applied."""
+    told = [*baked_in_words(model.checkpoint.metadata), *map(str, model.loras)]
+    return [lora.rpartition(" (")[0] for lora in told]
 
 
 def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 1.0) -> Model:

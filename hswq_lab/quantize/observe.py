@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, group_for
 from hswq_lab.progress import part, silent
@@ -68,8 +69,9 @@ class CalibrationReport(Result):
         seeds: of the starting noises.
         steps: Euler steps.
         cfg: guidance scale.
-        loras: LoRAs that were attached.
+        loras: LoRAs in its file and on it.
         rows: layers in network order.
+        warnings: what was not measured as the pack will run.
         mean_squares: layer → mean square of each rotated input channel, fp32 [K]. Not saved.
     """
 
@@ -81,6 +83,7 @@ class CalibrationReport(Result):
     cfg: float
     loras: list[str]
     rows: list[LayerActivations]
+    warnings: list[str] = field(default_factory=list, kw_only=True)
     mean_squares: dict[str, Tensor] = field(repr=False, default_factory=dict, metadata={"saved": False})
 
     @property
@@ -157,7 +160,7 @@ def observe(
         seeds=[seed for _, seed in pairs],
         steps=steps,
         cfg=cfg,
-        loras=[str(attachment) for attachment in model.loras],
+        loras=[*baked_in_words(model.checkpoint.metadata), *map(str, model.loras)],
         rows=[_row(statistics) for statistics in watched.values()],
         mean_squares={layer: statistics.mean_square for layer, statistics in watched.items()},
     )
