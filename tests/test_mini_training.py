@@ -112,7 +112,9 @@ def test_the_clock_ends_a_piece_and_the_schedule(batches):
 
 def test_a_rate_that_diverges_is_reported(batches):
     with pytest.raises(RuntimeError, match="rate is too high"):
-        trainer_of(batches, steps=400, lr=3.0, warmup=400, batch=1).run()  # still well at step 50, where it looks first
+        trainer_of(
+            batches, steps=400, lr=3.0, warmup=400, batch=1
+        ).run()  # still well at step 50, where it looks first
 
 
 def test_adapters_come_back_as_the_deltas_that_were_trained(tmp_path):

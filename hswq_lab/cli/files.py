@@ -16,6 +16,7 @@ from hswq_lab.shipped import checkpoint_path
 if TYPE_CHECKING:
     import argparse
 
+SCALES = ["tensor", "median", "largest", "input_scale"]  # an NVFP4 layer's, as stored; INT8 has one a row
 SHOWN = 20  # rows of a difference in a console table; the files have them all
 
 
@@ -43,7 +44,8 @@ def inspect(args: argparse.Namespace) -> int:
             say("where these modules go is not known without a model: add --model")
         return finish(args, found)
     report = hl.inspect(args.file)
-    say(table(report.to_frame()[["name", "format", "dtype", "shape", "group", "calibrated", "nbytes"]]))
+    frame = report.to_frame().rename(columns=lambda name: name.removeprefix("scale_"))
+    say(table(frame[["name", "format", "dtype", "shape", "group", "bits", *SCALES, "nbytes"]], digits=4))
     say(report)
     return finish(args, report)
 

@@ -316,6 +316,14 @@ def _compare(verbs: _Verbs) -> None:
         "variant fails the gate: mean final cosine ≥ 0.95, no bifurcation, no NaN.",
     )
     parser.add_argument("model", help=f"the reference: {_MODEL}")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        action="append",
+        dest="save",
+        metavar="FILE",
+        help="the report as a page, as --save does",
+    )
     parser.add_argument("packs", nargs="+", metavar="pack", help="a model to compare with it")
     parser.add_argument(
         "--modes", default="auto", help="comma-separated: auto, parity, tc, tc8 (default auto)"
