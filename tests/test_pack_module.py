@@ -401,3 +401,10 @@ def test_refused_and_unchanged(case):
     with pytest.raises(HswqError, match=message):
         hl.pack_module(module, plan, **options)
     assert all(now is then for now, then in zip(module.modules(), before, strict=True))
+
+
+def test_an_empty_plan_is_refused():
+    module = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(HswqError, match="plan is empty"):
+        hl.pack_module(module, {})
+    assert type(module[0]) is nn.Linear

@@ -16,7 +16,7 @@ from hswq_lab.models.names import native_target
 from hswq_lab.modes import ModeRequest, Requested, Uncalibrated, resolve
 from hswq_lab.module_linear import ModuleLinear
 from hswq_lab.quantize.pack import Scales, pack_items
-from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_format
+from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_format, refuse_empty
 from hswq_lab.report import LayerRow, LoadReport
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def pack_module(
     """
     _check_module(module)
     plan = plan if isinstance(plan, Plan) else Plan(plan)
+    refuse_empty(plan)
     request = ModeRequest(mode, uncalibrated, "default" if mode == "auto" else "asked for")
     _refuse_unfit(module)
     linears = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}

@@ -17,7 +17,7 @@ from hswq_lab.progress import part, silent
 from hswq_lab.quantize.bases import gather_bases
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.moments import gather_moments
-from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name
+from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name, refuse_empty
 
 if TYPE_CHECKING:
     import os
@@ -151,13 +151,7 @@ def _prepare(
     check_model(model)
     if not isinstance(plan, Plan):
         raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
-    if not plan:
-        raise HswqError(
-            "the plan is empty: it would pack nothing",
-            found="no layer",
-            expected='at least one entry: {"layer or glob": "format"}',
-            fix='hl.Plan({"*": "nvfp4"}) packs every layer',
-        )
+    refuse_empty(plan)
     if model.loras:
         raise HswqError(
             "packing takes the model's own weights, but LoRAs are attached",

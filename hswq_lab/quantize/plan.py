@@ -166,6 +166,17 @@ class Plan(Mapping[str, str]):
         return cls.from_dict(read_json(path), path)
 
 
+def refuse_empty(plan: Plan) -> None:
+    """Raises HswqError for a plan without an entry: packing by it would do nothing, and look as if it had."""
+    if not plan:
+        raise HswqError(
+            "the plan is empty: it would pack nothing",
+            found="no layer",
+            expected='at least one entry: {"layer or glob": "format"}',
+            fix='hl.Plan({"*": "nvfp4"}) packs every layer',
+        )
+
+
 def layer_format(form: str, k: int) -> LayerFormat:
     """A plan's format for a layer of K inputs, with the rotation group that belongs to K."""
     base, _, rank = form.partition(RANK)
