@@ -67,5 +67,6 @@ def describe(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "threads": str(torch.get_num_threads()),
-        "platform": platform.platform(),
+        # Without the kernel's release, which may name a company's own build: results are made to be shared.
+        "platform": "-".join([platform.system(), platform.machine(), *platform.libc_ver()]),
     }
