@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hswq_lab import _C
+from hswq_lab._op_arguments import DTYPES
 from hswq_lab.formats import Int8Weight, Nvfp4Weight, PackedWeight
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SUMS = 12
 Tensors = list[Tensor]
 
@@ -101,7 +101,7 @@ def _weight(
 
 def _matrix(x: Tensor, keep: Tensors) -> tuple[int, int, int, int, int]:
     rows, cols = x.shape
-    return _address(x, keep), rows, cols, cols, _DTYPES[x.dtype]
+    return _address(x, keep), rows, cols, cols, DTYPES[x.dtype]
 
 
 def _address(x: Tensor, keep: Tensors) -> int:

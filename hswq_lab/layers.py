@@ -107,7 +107,23 @@ class Nvfp4Linear(LabLinear):
         return ops.linear_w4a16(x, w.codes, w.scales, w.scale, w.group, self.out_features, self.bias)
 
 
-class Nvfp4TensorCoreLinear(Nvfp4Linear):
+class Nvfp4ScaledLinear(Nvfp4Linear):
+    """An NVFP4 weight with activations that are rounded on one tensor scale."""
+
+    def activation_scale(self, x: Tensor) -> Tensor:
+        """The tensor scale of the rotated activations: static, or (uncalibrated) of this call, or 1. fp32 scalar."""
+        w = self.weight
+        match self.resolved.activation_scale:
+            case "static" if w.input_scale is not None:
+                return w.input_scale
+            case "dynamic":
+                return ops.tensor_scale(ops.rotate(x.float(), w.group))
+            case "unit":
+                return torch.ones_like(w.scale)
+        raise HswqError("the layer has no scale for its activations", tensor=self.name, found=self.resolved)
+
+
+class Nvfp4TensorCoreLinear(Nvfp4ScaledLinear):
     """An NVFP4 weight with NVFP4 activations (W4A4, "tc"); counts the blocks that a static scale clips.
 
     With an input basis P [r, K], whose rows have mean square 1, what is rounded is x − (x Pᵀ) P / K, and
@@ -140,21 +156,9 @@ class Nvfp4TensorCoreLinear(Nvfp4Linear):
         shape = (x.shape[0], self.out_features)
         return ops.fp4_gemm(codes, scales, w.codes, w.scales, s_x * w.scale, shape, self.bias, x.dtype)
 
-    def activation_scale(self, x: Tensor) -> Tensor:
-        """The tensor scale of the rotated activations: static, or (uncalibrated) of this call, or 1. fp32 scalar."""
-        w = self.weight
-        match self.resolved.activation_scale:
-            case "static" if w.input_scale is not None:
-                return w.input_scale
-            case "dynamic":
-                return ops.tensor_scale(ops.rotate(x.float(), w.group))
-            case "unit":
-                return torch.ones_like(w.scale)
-        raise HswqError("the layer has no scale for its activations", tensor=self.name, found=self.resolved)
 
-
-class Nvfp4Fp8Linear(Nvfp4TensorCoreLinear):
-    """An NVFP4 weight with FP8 activations (W4A8, "tc8"); their scale is 6 · input_scale.
+class Nvfp4Fp8Linear(Nvfp4ScaledLinear):
+    """An NVFP4 weight with FP8 activations (W4A8, "tc8"); their scale is 6 · input_scale. An input basis is not used.
 
     Where the weight is on a card and the mode says "keep", it is held in FP8 as well, from the first call on.
     """

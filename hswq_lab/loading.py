@@ -12,8 +12,9 @@ import torch
 from hswq_lab.arguments import device_of, path_of
 from hswq_lab.attachments import Attachment
 from hswq_lab.checkpoint import Checkpoint, write
-from hswq_lab.checkpoint.baked import LORAS_KEY, SEEDS_KEY
+from hswq_lab.checkpoint.baked import LORAS_KEY, SEEDS_KEY, baked_seeds
 from hswq_lab.checkpoint.completeness import config_of
+from hswq_lab.checkpoint.slots import located
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
@@ -126,26 +127,11 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
         told = [_told(item) for item in model.loras]
         metadata[LORAS_KEY] = json.dumps([*json.loads(metadata.get(LORAS_KEY, "[]")), *told])
         seeds = {layer: layer_seed(layer) for layer in model.baked_layers}
-        metadata[SEEDS_KEY] = json.dumps(_known_seeds(source) | seeds)
+        try:
+            metadata[SEEDS_KEY] = json.dumps(baked_seeds(metadata) | seeds)
+        except HswqError as error:
+            raise located(error, source.path, SEEDS_KEY) from error
     return write(path, model.effective_items(), metadata, None, progress, source=source)
-
-
-def _known_seeds(checkpoint: Checkpoint) -> dict[str, object]:
-    """The seeds of LoRAs that were baked into the file before."""
-    text = checkpoint.metadata.get(SEEDS_KEY, "{}")
-    try:
-        known = json.loads(text)
-    except (ValueError, RecursionError):
-        known = None
-    if not isinstance(known, dict):
-        raise HswqError(
-            "the file's seeds of baked LoRAs cannot be read",
-            file=checkpoint.path,
-            tensor=SEEDS_KEY,
-            found=text[:80],
-            expected="a JSON object, layer → seed",
-        )
-    return known
 
 
 def _told(item: Attachment) -> dict[str, object]:

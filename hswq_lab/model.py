@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,15 @@ def check_model(value: object) -> None:
         raise HswqError(
             "this is no loaded model", found=repr(value)[:80], fix=f"open it first: hl.load({path!r})"
         )
+
+
+def named_models(value: object) -> dict[str, Model]:
+    """Models by name, as in {"tc": pack.in_mode("tc")}; raises HswqError for anything else."""
+    if not isinstance(value, Mapping):
+        raise HswqError("models have names", found=repr(value)[:80], expected='{"tc": pack.in_mode("tc"), …}')
+    for each in value.values():
+        check_model(each)
+    return dict(value)
 
 
 class Model(PictureMaker):

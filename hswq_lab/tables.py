@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from hswq_lab.lora import BakeReport
     from hswq_lab.trajectory import TrajectoryReport
+    from hswq_lab.trajectory.gate import VariantVerdict
 
 
 def verdict_table(report: TrajectoryReport) -> pd.DataFrame:
@@ -22,7 +24,7 @@ def verdict_table(report: TrajectoryReport) -> pd.DataFrame:
             {
                 "variant": verdict.variant,
                 "mean cos": verdict.mean,
-                "95 % interval": f"{verdict.interval[0]:.4f} to {verdict.interval[1]:.4f}",
+                "95 % interval": _interval(verdict),
                 "min cos": verdict.minimum,
                 "worst seed": verdict.worst_seed,
                 "bifurcated": f"{len(verdict.bifurcated)} of {verdict.seeds}",
@@ -62,3 +64,8 @@ def retention_table(reports: Mapping[str, BakeReport]) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _interval(verdict: VariantVerdict) -> str:
+    low, high = verdict.interval
+    return "–" if math.isnan(low) else f"{low:.4f} to {high:.4f}"

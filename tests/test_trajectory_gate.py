@@ -102,7 +102,7 @@ def test_all_variants_must_pass():
     assert caught.value.expected == "good, bad"
 
 
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=30))
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=30))
 def test_the_interval_repeats_and_holds_the_mean(values):
     low, high = bootstrap_interval(values)
     assert (low, high) == bootstrap_interval(values)
@@ -116,3 +116,10 @@ def test_the_interval_is_that_of_the_central_limit():
     assert low == pytest.approx(np.mean(values) - half, abs=3e-4)
     assert high == pytest.approx(np.mean(values) + half, abs=3e-4)
     assert all(map(math.isnan, bootstrap_interval([])))
+
+
+def test_one_seed_has_no_interval_and_is_not_called_several():
+    verdict = judge("one", [traced(1, 0.97)])
+    assert all(map(math.isnan, verdict.interval))
+    assert "over 1 seed, min" in verdict.text
+    assert "[" not in verdict.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import hswq_lab as hl
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.progress import silent
@@ -336,3 +338,29 @@ def test_progress_of_a_preview_goes_up_to_its_total(tiny_pack, lora):
     assert [done for done, _ in ticks] == sorted(done for done, _ in ticks)
     assert ticks[-1] == (200, 200)
     assert {total for _, total in ticks} == {200}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hl.widgets.SensitivityExplorer("nowhere.safetensors"),
+        lambda: hl.widgets.SensitivityExplorer(None),
+        lambda: hl.widgets.GemmBench("nowhere.safetensors"),
+        lambda: hl.widgets.GemmBench(3),
+        lambda: hl.widgets.GemmBench({"a": 3}),
+        lambda: hl.widgets.BakeCheck("pack.safetensors", []),
+        lambda: hl.widgets.TrajectoryViewer(3),
+        lambda: hl.widgets.TrajectoryViewer(model="mini-zimage"),
+    ],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_panel_that_cannot_be_says_why_and_nothing_else(make):
+    with pytest.raises(HswqError, match=r"this is no|have names"):
+        make()
+    gc.collect()  # what is left of it is closed without a second error
+
+
+def test_a_missing_argument_is_one_error(tiny_pack):
+    with pytest.raises(TypeError, match="loras"):
+        hl.widgets.BakeCheck(tiny_pack)
+    hl.widgets.BakeCheck.__new__(hl.widgets.BakeCheck).close()

@@ -15,6 +15,7 @@ import torch
 from hswq_lab.bench.gemm import fallback_reason
 from hswq_lab.bench.machine import describe
 from hswq_lab.errors import HswqError
+from hswq_lab.model import Model, named_models
 from hswq_lab.progress import Progress, part, silent
 from hswq_lab.results import Result
 from hswq_lab.trajectory.pictures import distance
@@ -23,7 +24,6 @@ from hswq_lab.trajectory.trace import cosines
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hswq_lab.model import Model
     from hswq_lab.models.sampler import Run
     from hswq_lab.report import LoadReport
 
@@ -115,7 +115,7 @@ def bench_model(
     Raises:
         HswqError: no models, no repeats, or whatever `generate` raises.
     """
-    named = dict(models) if isinstance(models, Mapping) else {models.name: models}
+    named = {models.name: models} if isinstance(models, Model) else named_models(models)
     if not named or repeats < 1:
         raise HswqError(
             "a benchmark needs a model and a repeat", found=f"{len(named)} models, {repeats} repeats"

@@ -64,10 +64,30 @@ def baked_in_words(metadata: Mapping[str, str]) -> list[str]:
         return [f"unknown LoRAs ({LORAS_KEY} cannot be read)"]
 
 
+def baked_seeds(metadata: Mapping[str, str]) -> dict[str, object]:
+    """Layer → seed of the rounding with which LoRAs were baked into it.
+
+    Raises:
+        HswqError: the entry is not what this package writes.
+    """
+    text = metadata.get(SEEDS_KEY, "{}")
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise HswqError(
+            "the file's seeds of baked LoRAs cannot be read",
+            tensor=SEEDS_KEY,
+            found=text[:80],
+            expected="a JSON object, layer → seed",
+        )
+    return told
+
+
 def baked_layers(metadata: Mapping[str, str]) -> frozenset[str] | None:
     """The layers that LoRAs are baked into; None where the metadata do not tell."""
     try:
-        told = json.loads(metadata.get(SEEDS_KEY, "null"))
-    except (ValueError, RecursionError):
+        return frozenset(baked_seeds(metadata)) if SEEDS_KEY in metadata else None
+    except HswqError:
         return None
-    return frozenset(told) if isinstance(told, dict) else None

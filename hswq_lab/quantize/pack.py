@@ -207,7 +207,7 @@ def pack_items(
     """
     for given, known in ((scales, get_args(Scales)), (activation_scales, METHODS)):
         if given not in known:
-            raise HswqError("unknown way to find block scales", found=given, expected=", ".join(known))
+            raise HswqError("unknown way to find block scales", found=repr(given), expected=", ".join(known))
     tell = progress or silent
     for done, name in enumerate(checkpoint):
         tell(done, len(checkpoint), name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hswq_lab.arguments import seeds_of
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
-from hswq_lab.model import check_model
+from hswq_lab.model import check_model, named_models
 from hswq_lab.models.sampler import Run
 from hswq_lab.progress import Progress, part, silent
 from hswq_lab.trajectory.pictures import distance
@@ -64,12 +64,8 @@ def compare(
     Raises:
         HswqError: seeds and prompts do not fit together, no variant, or a variant that cannot be compared.
     """
-    if not isinstance(variants, Mapping):
-        raise HswqError(
-            "variants have names", found=repr(variants)[:80], expected='{"tc": pack.in_mode("tc"), …}'
-        )
-    for each in (model, *variants.values()):
-        check_model(each)
+    check_model(model)
+    variants = named_models(variants)
     pairs = pair(model, seeds, prompts)
     if not variants or REFERENCE in variants:
         raise HswqError(
@@ -144,7 +140,7 @@ def pair(
     """
     seeds = seeds_of(seeds)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise HswqError("a comparison needs seeds, each of them once", found=seeds)
+        raise HswqError("seeds are needed, each of them once", found=seeds)
     if prompts is None:
         own = model.prompts
         given: list[Prompt] = list(own[: len(seeds)] if len(own) > len(seeds) else own)

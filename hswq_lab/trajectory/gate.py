@@ -26,7 +26,7 @@ class VariantVerdict:
         variant: its name.
         seeds: how many seeds were run.
         mean: mean final cosine over the seeds that did not fail; NaN if all failed.
-        interval: 95 % bootstrap interval of that mean.
+        interval: 95 % bootstrap interval of that mean; NaN where fewer than two seeds tell of one.
         minimum: the lowest final cosine.
         worst_seed: the seed that has it; a failed seed is the worst.
         bifurcated: seed → step (from 0) of its first bifurcation.
@@ -56,9 +56,11 @@ class VariantVerdict:
     def text(self) -> str:
         """The verdict in a line."""
         low, high = self.interval
+        good = self.seeds - len(self.failed)
+        spread = "" if math.isnan(low) else f" [{low:.4f}, {high:.4f}]"
         figures = (
-            f"final cosine mean {self.mean:.4f} [{low:.4f}, {high:.4f}] over "
-            f"{self.seeds - len(self.failed)} seeds, min {self.minimum:.4f}, worst seed {self.worst_seed}, "
+            f"final cosine mean {self.mean:.4f}{spread} over {good} {'seed' if good == 1 else 'seeds'}, "
+            f"min {self.minimum:.4f}, worst seed {self.worst_seed}, "
             f"{len(self.bifurcated)} of {self.seeds} bifurcated"
         )
         if not self.passed:
@@ -139,8 +141,8 @@ def judge(variant: str, traces: Sequence[SeedTrace]) -> VariantVerdict:
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean (Efron 1979) from a fixed seed; NaN for no values."""
-    if not values:
+    """Percentile bootstrap interval of the mean (Efron 1979) from a fixed seed; NaN for fewer than two values."""
+    if len(values) < 2:
         return math.nan, math.nan
     sample = np.asarray(values, dtype=np.float64)
     draws = np.random.default_rng(BOOTSTRAP_SEED).integers(len(sample), size=(RESAMPLES, len(sample)))

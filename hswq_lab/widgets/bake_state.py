@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from hswq_lab.errors import HswqError
+from hswq_lab.lora.file import check_lora
 from hswq_lab.progress import Progress, part
 from hswq_lab.widgets.strength import view_of
 
@@ -98,6 +99,8 @@ class BakeState:
 
     def __init__(self, pack: Model, loras: Sequence[LoraFile], source: Model | None, steps: int) -> None:
         self.pack = view_of(pack)
+        for lora in loras:
+            check_lora(lora)
         self.loras = list(loras)
         self.source = source
         self.steps = steps

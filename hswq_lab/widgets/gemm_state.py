@@ -12,6 +12,7 @@ import torch
 from hswq_lab import bench, ops
 from hswq_lab.bench import gemm
 from hswq_lab.errors import HswqError
+from hswq_lab.model import named_models
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +34,7 @@ class GemmState:
     def __init__(
         self, models: Mapping[str, Model] | None = None, results: Mapping[str, bench.Bench] | None = None
     ) -> None:
-        self.models = dict(models or {})
+        self.models = named_models({} if models is None else models)
         self.results: dict[str, bench.Bench] = dict(results or {})
 
     @property

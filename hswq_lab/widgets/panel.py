@@ -111,7 +111,9 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.status.value = markup.status(text)
 
     def close(self) -> None:
-        """Stops the work and frees the widgets."""
+        """Stops the work and frees the widgets; a panel whose constructor failed has neither."""
+        if "_parts" not in vars(self):
+            return
         self.cancel()
         for child in self.children:
             child.close()

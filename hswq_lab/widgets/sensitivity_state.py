@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hswq_lab.errors import HswqError
 from hswq_lab.loading import save
+from hswq_lab.model import check_model
 from hswq_lab.progress import Progress, part
 from hswq_lab.quantize import ImpactReport, ParetoReport, pack_to_file, pareto, sensitivity
 from hswq_lab.quantize import pack as make_pack
@@ -57,6 +58,7 @@ class SensitivityState:
         seeds: int = 4,
         executor: Executor | None = None,
     ) -> None:
+        check_model(model)
         self.model = model
         self.report = report
         self.measured: ParetoReport | None = None

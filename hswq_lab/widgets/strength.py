@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets
 
+from hswq_lab.model import check_model
 from hswq_lab.progress import Progress, part
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.panel import Panel
@@ -83,6 +84,7 @@ class StrengthModel:
 
 def view_of(model: Model) -> Model:
     """A view of a model in its own mode that can be given LoRAs of its own."""
+    check_model(model)
     return model.in_mode(model.request.mode, model.request.uncalibrated)
 
 

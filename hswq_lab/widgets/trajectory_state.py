@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from hswq_lab.errors import HswqError
+from hswq_lab.model import check_model, named_models
 from hswq_lab.trajectory import SEEDS_20, TrajectoryReport, compare
 
 if TYPE_CHECKING:
@@ -51,9 +52,15 @@ class TrajectoryState:
         model: Model | None = None,
         variants: Mapping[str, Model] | None = None,
     ) -> None:
+        if report is not None and not isinstance(report, TrajectoryReport):
+            raise HswqError(
+                "this is no comparison", found=repr(report)[:80], fix="give what hl.compare returned"
+            )
+        if model is not None:
+            check_model(model)
         self.report = report
         self.model = model
-        self.variants = dict(variants or {})
+        self.variants = named_models({} if variants is None else variants)
         self._decoded: dict[tuple[str, int, int], Image.Image] = {}
 
     @property
