@@ -136,7 +136,7 @@ def test_prompts_pair_with_seeds_or_one_goes_with_all(tiny_model):
         ([1], ["a", "b"], "do not pair"),
         (list(range(21)), None, "do not pair"),
         ([1], [], "do not pair"),
-        ([], None, "needs seeds"),
+        ([], None, "seeds are needed"),
         ([1, 2, 1], None, "each of them once"),
         ([-1], None, "a seed is a whole number"),
     ],
@@ -240,5 +240,5 @@ def test_what_is_no_model_is_refused(tiny_model):
         compare("x", {"tc": tiny_model})
     with pytest.raises(HswqError, match=r"no loaded model.*hl\.load\('pack'\)"):
         compare(tiny_model, {"tc": "pack"})
-    with pytest.raises(HswqError, match="variants have names"):
+    with pytest.raises(HswqError, match="models have names"):
         compare(tiny_model, tiny_model)

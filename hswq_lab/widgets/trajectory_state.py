@@ -52,10 +52,6 @@ class TrajectoryState:
         model: Model | None = None,
         variants: Mapping[str, Model] | None = None,
     ) -> None:
-        if report is not None and not isinstance(report, TrajectoryReport):
-            raise HswqError(
-                "this is no comparison", found=repr(report)[:80], fix="give what hl.compare returned"
-            )
         if model is not None:
             check_model(model)
         self.report = report
