@@ -23,7 +23,8 @@ from hswq_lab.loading import MODEL_KEY
 
 # The command itself; each pass through a network and each baked weight says so and takes its time.
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run that was started with & has it ignored
 from hswq_lab import packing
 from hswq_lab.cli import main
 from hswq_lab.models.zimage import ZImage

@@ -349,7 +349,6 @@ def test_progress_of_a_preview_goes_up_to_its_total(tiny_pack, lora):
         lambda: hl.widgets.GemmBench(3),
         lambda: hl.widgets.GemmBench({"a": 3}),
         lambda: hl.widgets.BakeCheck("pack.safetensors", []),
-        lambda: hl.widgets.TrajectoryViewer(3),
         lambda: hl.widgets.TrajectoryViewer(model="mini-zimage"),
     ],
 )
