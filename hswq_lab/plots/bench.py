@@ -72,7 +72,7 @@ def gemm_figure(report: GemmBench) -> go.Figure:
     figure.update_yaxes(title="TFLOP/s", col=1)
     figure.update_xaxes(title="N × K", row=lines)
     figure.update_layout(barmode="group", bargap=0.2, bargroupgap=0.05)
-    style.legend_below(figure, offset=110 if columns > 1 else 64)  # narrow panels turn their tick labels
+    style.legend_below(figure)
     return figure
 
 

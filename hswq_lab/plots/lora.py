@@ -51,7 +51,7 @@ def retention_figure(reports: Mapping[str, BakeReport]) -> go.Figure:
         showticklabels=len(names) <= style.MOST_LABELS, tickfont={"size": 9}, row=len(reports)
     )
     figure.update_yaxes(title="share of ‖ΔW‖", rangemode="tozero", dtick=0.5)
-    style.legend_below(figure, 150 if len(names) <= style.MOST_LABELS else 40)
+    style.legend_below(figure)
     return figure
 
 

@@ -185,4 +185,4 @@ def _arrange(figure: go.Figure) -> None:
     figure.update_layout(
         uniformtext={"minsize": 9, "mode": "hide"}
     )  # a number too small to read says nothing
-    style.legend_below(figure, 60)
+    style.legend_below(figure)

@@ -140,14 +140,10 @@ def name_panels(figure: go.Figure) -> None:
     figure.update_layout(margin={"t": 100})
 
 
-def legend_below(figure: go.Figure, offset: int = 64) -> None:
-    """Puts the legend under the plot, `offset` pixels below the axes, where it can cover no data."""
-    top = figure.layout.margin.t or figure.layout.template.layout.margin.t
-    plot_height = figure.layout.height - top - offset - 40
-    figure.update_layout(
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -offset / plot_height, "yanchor": "top"},
-        margin={"b": offset + 40},
-    )
+def legend_below(figure: go.Figure) -> None:
+    """Puts the legend along the lower edge of the figure; the axes make room for all of its lines."""
+    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom"}
+    figure.update_layout(legend=place)
 
 
 def legend_above(figure: go.Figure) -> None:

@@ -164,4 +164,4 @@ def _label(figure: go.Figure, columns: int) -> None:
     line = {"color": style.GREY, "width": 1, "dash": "dot"}
     name = f"same image below: cos ≥ {SAME_IMAGE}"
     figure.add_trace(go.Scatter(name=name, mode="lines", line=line, x=[None], y=[None]), row=1, col=1)
-    style.legend_below(figure, 78)
+    style.legend_below(figure)
