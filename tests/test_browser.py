@@ -50,6 +50,20 @@ LOOKS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(p => p
   getComputedStyle(plot.querySelector('.gtitle')).fill,
   getComputedStyle(plot.querySelector('.main-svg')).backgroundColor,
 ])"""
+LIVE = """
+import ipywidgets, plotly.graph_objects as go
+from hswq_lab.widgets.live_figure import LiveFigure
+named = lambda name: go.Figure(go.Bar(y=[1]), layout={"title": {"text": name}})
+live, button = LiveFigure(named("first")), ipywidgets.Button(description="Change")
+button.on_click(lambda _: live.show(named("second")))
+ipywidgets.VBox([button, live])
+"""
+# What anywidget sees on a page that is busy for more than its two seconds.
+BUSY = """AbortSignal.timeout = () => {
+  const late = new AbortController();
+  setTimeout(() => late.abort());
+  return late.signal;
+};"""
 AT_ONCE = (
     2.0  # seconds from the click on Cancel to the panel's word: a second of work, and the way there and back
 )
@@ -160,6 +174,17 @@ def test_a_slider_without_its_callback_changes_nothing(lab):
     press(lab, panel, "ArrowLeft", 8)
     with pytest.raises(import_module("playwright.sync_api").TimeoutError):
         lab.wait_for(changed(".hswq-strength"), before, seconds=8)
+
+
+def test_a_plot_follows_the_kernel_on_a_page_that_was_too_busy_at_first(lab):
+    lab.page.add_init_script(BUSY)
+    lab.open_cells(LIVE)
+    lab.run_all()
+    title = "() => document.querySelector('.js-plotly-plot .gtitle')?.textContent === '{}'"
+    lab.wait_for(title.format("first"))
+    lab.page.get_by_role("button", name="Change").click()
+    lab.wait_for(title.format("second"), seconds=20)
+    assert any("Failed to initialize model" in text for text in lab.complaints), "the page was not too busy"
 
 
 def test_plans_move_with_the_cut_cancel_stops_and_an_export_is_a_file(lab):

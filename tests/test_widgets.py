@@ -224,9 +224,11 @@ def test_every_control_has_a_name_for_screen_readers(tiny_pack, lora):
 def test_controls_come_back_after_a_restart_and_what_is_gone_is_left_out(tiny_pack, lora):
     shown = StrengthSlider(tiny_pack, lora, steps=1)
     manners = shown.children[-1]
-    assert manners.current == manners.initial == {"strength": 1.0, "prompt": "thing number 0", "seed": 42}
+    assert (
+        manners.current.value == manners.initial == {"strength": 1.0, "prompt": "thing number 0", "seed": 42}
+    )
     shown.strength.value = 0.3
-    assert manners.current["strength"] == 0.3
+    assert manners.current.value["strength"] == 0.3
     assert manners.initial["strength"] == 1.0
     kept = {"strength": 0.7, "seed": "no number", "no such control": 1}
     manners._received(None, {"event": "restore", "values": kept}, [])
@@ -237,14 +239,26 @@ def test_controls_come_back_after_a_restart_and_what_is_gone_is_left_out(tiny_pa
     shown.close()
 
 
+def test_a_closed_panel_leaves_no_model_behind(tiny_pack, lora):
+    warm = StrengthSlider(tiny_pack, lora, steps=1)  # what all panels share stays
+    warm.close()
+    models = ipywidgets.widgets.widget._instances
+    before = set(models)
+    shown = StrengthSlider(tiny_pack, lora, steps=1)
+    assert shown.wait(SOON)
+    shown.close()
+    left = [models[name] for name in set(models) - before]
+    assert [each for each in left if not isinstance(each, ipywidgets.Layout | ipywidgets.Style)] == []
+
+
 def test_a_live_figure_changes_in_place():
     shown = LiveFigure(go.Figure(go.Bar(x=["a"], y=[1])))
     plot = shown.plot
     shown.show(go.Figure([go.Bar(y=[1]), go.Scatter(y=[math.nan, 3])], layout={"title": {"text": "new"}}))
     assert shown.plot is plot
-    assert [trace["type"] for trace in plot.figure["data"]] == ["bar", "scatter"]
-    assert plot.figure["data"][1]["y"] == [None, 3]
-    assert plot.figure["layout"]["title"]["text"] == "new"
+    assert [trace["type"] for trace in plot.drawing.value["data"]] == ["bar", "scatter"]
+    assert plot.drawing.value["data"][1]["y"] == [None, 3]
+    assert plot.drawing.value["layout"]["title"]["text"] == "new"
 
 
 def test_a_click_on_a_point_reaches_the_handler():
@@ -259,7 +273,7 @@ def test_plotly_comes_once_for_all_plots_and_a_plot_is_light():
     first, second = (LiveFigure(go.Figure(go.Bar(y=[1]))).plot for _ in range(2))
     assert first.source is second.source
     assert len(first.source.code) > 1_000_000
-    assert len(json.dumps(first.get_state("figure"))) + len(first._esm) < 20_000
+    assert len(json.dumps(first.drawing.get_state("value"))) + len(first._esm) < 20_000
 
 
 def test_without_anywidget_a_plain_figure_and_a_message_are_shown(monkeypatch):

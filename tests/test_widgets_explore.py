@@ -288,10 +288,10 @@ def test_the_slider_moves_the_cut_and_a_click_on_a_bar_too(tiny_model, impacts):
     shown = SensitivityExplorer(tiny_model, impacts)
     shown.cut.value = 4
     assert "4 NVFP4" in shown.forecast.value
-    before = shown.bars.plot.figure
+    before = shown.bars.plot.drawing.value
     shown.bars.plot._received(None, {"event": "click", "x": impacts.ranking()[6], "note": []}, [])
     assert shown.cut.value == 7
-    assert shown.bars.plot.figure != before
+    assert shown.bars.plot.drawing.value != before
     shown.plans.plot._received(None, {"event": "click", "x": "4.5", "note": [3, "0.99"]}, [])
     assert shown.cut.value == 3
     shown.order.value = "kind"

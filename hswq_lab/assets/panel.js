@@ -27,20 +27,23 @@ function placeOf(panel, subject) {
 
 // The controls of a new panel become those of the one that stood there before, unless the code has changed: then
 // they begin with other values, and what the code says wins.
-function remember(panel, model) {
+async function remember(panel, model) {
+  const current = await model.widget_manager.get_model(model.get("current").slice("IPY_MODEL_".length));
   const kept = (globalThis[KEPT] ??= new Map());
   const place = placeOf(panel, model.get("subject"));
   const initial = JSON.stringify(model.get("initial"));
-  const keep = () => kept.set(place, { initial, values: model.get("current") });
+  const keep = () => kept.set(place, { initial, values: current.get("value") });
   const before = kept.get(place);
   if (before && before.initial === initial) model.send({ event: "restore", values: before.values });
   else keep();
-  model.on("change:current", keep);
+  current.on("change:value", keep);
+  return () => current.off("change:value", keep);
 }
 
 function render({ model, el }) {
   const frame = requestAnimationFrame(attach); // the panel around this element comes to the page after it
   let panel = null;
+  let forget = null;
   const observer = new MutationObserver(() => correct(panel));
 
   function attach() {
@@ -49,13 +52,13 @@ function render({ model, el }) {
     panel.addEventListener("focusin", keepKeys);
     observer.observe(panel, { childList: true, subtree: true });
     correct(panel);
-    remember(panel, model);
+    forget = remember(panel, model);
   }
 
   return () => {
     cancelAnimationFrame(frame);
     observer.disconnect();
-    model.off("change:current");
+    if (forget) forget.then((stop) => stop());
     if (panel) panel.removeEventListener("focusin", keepKeys);
   };
 }

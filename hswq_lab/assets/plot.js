@@ -20,12 +20,13 @@ async function render({ model, el }) {
   place.setAttribute("role", "figure");
   place.style.width = "100%";
   el.appendChild(place);
-  const source = await model.widget_manager.get_model(model.get("source").slice("IPY_MODEL_".length));
+  const part = (name) => model.widget_manager.get_model(model.get(name).slice("IPY_MODEL_".length));
+  const [source, drawing] = await Promise.all([part("source"), part("drawing")]);
   const Plotly = await plotly(source.get("code"));
   let drawn = false;
 
   function figure() {
-    const { data, layout } = structuredClone(model.get("figure"));
+    const { data, layout } = structuredClone(drawing.get("value"));
     const title = layout.title && layout.title.text ? layout.title.text : "a plot";
     place.setAttribute("aria-label", title);
     place.style.height = `${layout.height || 450}px`;
@@ -52,11 +53,11 @@ async function render({ model, el }) {
     draw();
   });
   observer.observe(place);
-  model.on("change:figure", draw);
+  drawing.on("change:value", draw);
   draw();
   return () => {
     observer.disconnect();
-    model.off("change:figure", draw);
+    drawing.off("change:value", draw);
     Plotly.purge(place);
   };
 }

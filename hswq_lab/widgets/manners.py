@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
+from ipywidgets import widget_serialization
+
+from hswq_lab.widgets.followed import Followed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,15 +30,23 @@ class Manners(anywidget.AnyWidget):
     _esm = (files("hswq_lab") / "assets" / "panel.js").read_text(encoding="utf-8")
     subject = traitlets.Unicode().tag(sync=True)
     initial = traitlets.Dict().tag(sync=True)
-    current = traitlets.Dict().tag(sync=True)
+    current = traitlets.Instance(Followed).tag(sync=True, **widget_serialization)
 
     def __init__(self, subject: str, controls: Mapping[str, ipywidgets.Widget]) -> None:
         self._controls = dict(controls)
         values = self._read()
-        super().__init__(subject=subject, initial=values, current=values)
+        super().__init__(subject=subject, initial=values, current=Followed(value=values))
         self.on_msg(self._received)
         for control in self._controls.values():
-            control.observe(lambda _: setattr(self, "current", self._read()), names="value")
+            control.observe(self._keep, names="value")
+
+    def close(self) -> None:
+        """Frees its models."""
+        self.current.close()
+        super().close()
+
+    def _keep(self, _change: object) -> None:
+        self.current.value = self._read()
 
     def _read(self) -> dict[str, Any]:
         return {name: control.value for name, control in self._controls.items()}

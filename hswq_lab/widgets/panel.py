@@ -115,8 +115,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         if "_parts" not in vars(self):
             return
         self.cancel()
-        for child in self.children:
-            child.close()
+        _close_inside(self)
         super().close()
 
     def _job_changed(self, job: Job[Any]) -> None:
@@ -191,6 +190,12 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         path = self.export(form)
         progress(1, 1, "written")
         return path
+
+
+def _close_inside(box: ipywidgets.Widget) -> None:
+    for child in getattr(box, "children", ()):
+        _close_inside(child)
+        child.close()
 
 
 def _time_left(seconds: float | None) -> str:

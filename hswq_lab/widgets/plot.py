@@ -16,6 +16,8 @@ import traitlets
 from ipywidgets import widget_serialization
 from plotly.offline import get_plotlyjs
 
+from hswq_lab.widgets.followed import Followed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -44,20 +46,25 @@ class Plot(anywidget.AnyWidget):
 
     _esm = (files("hswq_lab") / "assets" / "plot.js").read_text(encoding="utf-8")
     source = traitlets.Instance(PlotlySource).tag(sync=True, **widget_serialization)
-    figure = traitlets.Dict().tag(sync=True)
+    drawing = traitlets.Instance(Followed).tag(sync=True, **widget_serialization)
 
     def __init__(self, figure: go.Figure) -> None:
-        super().__init__(source=plotly_source(), figure=json.loads(figure.to_json()))
+        super().__init__(source=plotly_source(), drawing=Followed(value=json.loads(figure.to_json())))
         self._handlers: list[Callable[[str, list[object]], None]] = []
         self.on_msg(self._received)
 
     def show(self, figure: go.Figure) -> None:
         """Shows another figure in the same place; from any thread."""
-        self.figure = json.loads(figure.to_json())
+        self.drawing.value = json.loads(figure.to_json())
 
     def on_click(self, handler: Callable[[str, list[object]], None]) -> None:
         """Calls `handler` with the x value and the customdata of a point that is clicked."""
         self._handlers.append(handler)
+
+    def close(self) -> None:
+        """Frees its models; the source is everybody's and stays."""
+        self.drawing.close()
+        super().close()
 
     def _received(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
         if content.get("event") == "click":
