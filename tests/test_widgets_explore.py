@@ -388,7 +388,7 @@ def test_a_lora_that_does_not_fit_leaves_nothing_on_the_pack(tiny_pack, loras):
 
 def test_the_second_generation_is_the_first_and_the_test_can_fail(tiny_pack, loras):
     state = BakeState(tiny_pack, loras, None, steps=1)
-    with pytest.raises(HswqError, match="attach one first"):
+    with pytest.raises(HswqError, match="press Apply first"):
         state.second_generation("a thing", 1, silent)
     state.apply([Choice(loras[0], 1.0)], "bake", "a thing", 1, silent)
     told = state.second_generation("a thing", 1, silent)
@@ -423,6 +423,7 @@ def test_the_panel_applies_what_is_ticked(tiny_model, tiny_pack, loras, tmp_path
     assert "bit for bit" in shown.generation.value
     assert "style1" in shown.verdict.value, "the evidence stays"
     shown.undo_button.click()
+    assert shown.wait(SOON)
     assert shown.result() is None
 
 

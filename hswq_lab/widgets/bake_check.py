@@ -16,6 +16,7 @@ from hswq_lab.widgets.panel import Panel
 if TYPE_CHECKING:
     from hswq_lab.lora import BakeReport, LoraFile
     from hswq_lab.model import Model
+    from hswq_lab.progress import Progress
 
 WAYS = {"as a branch": "branch", "bake in place": "bake", "bake from the source": "bake_from_source"}
 
@@ -55,7 +56,7 @@ class BakeCheck(Panel):
         ]  # fmt: skip
         ways = {name: way for name, way in WAYS.items() if way != "bake_from_source" or source is not None}
         self.way = ipywidgets.Dropdown(
-            options=ways, value="bake", description="way", layout={"width": "220px"}
+            options=ways, value="bake", description="way", layout={"width": "270px"}
         )
         self.prompt = ipywidgets.Text(
             value=prompt or pack.prompts[0], description="prompt", continuous_update=False,
@@ -64,8 +65,15 @@ class BakeCheck(Panel):
         self.seed = ipywidgets.BoundedIntText(
             value=seed, min=0, max=2**53 - 1, description="seed", layout={"width": "160px"}
         )
-        self.apply_button = ipywidgets.Button(description="Apply", button_style="primary", icon="check")
-        self.undo_button = ipywidgets.Button(description="Undo", icon="undo")
+        self.apply_button = ipywidgets.Button(
+            description="Apply",
+            button_style="primary",
+            icon="check",
+            tooltip="put the ticked LoRAs on the pack",
+        )
+        self.undo_button = ipywidgets.Button(
+            description="Undo", icon="undo", tooltip="take every LoRA off the pack"
+        )
         self.again_button = ipywidgets.Button(
             description="Second generation", tooltip="drop everything and make the picture again",
             layout={"width": "170px"},
@@ -110,23 +118,35 @@ class BakeCheck(Panel):
             if ticked.value
         ]
         way, prompt, seed = self.way.value, self.prompt.value, int(self.seed.value)
-        self.start(lambda progress: self.state.apply(choices, way, prompt, seed, progress), self._show)
+
+        def work(progress: Progress) -> Checked:
+            try:
+                return self.state.apply(choices, way, prompt, seed, progress)
+            finally:
+                if not self.state.pack.loras:  # what the panel showed of LoRAs is not so any more
+                    self._show_nothing()
+
+        self.start(work, self._show)
 
     def _show(self, checked: Checked) -> None:
         self.checked = checked
         report = checked.report
-        banner = markup.banner(f"{', '.join(report.loras)}: {report.verdict}; {report.log_line}",
-                               good=report.verdict == "OK")  # fmt: skip
-        warned = report.warnings
-        more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
         self.generation.value = ""
-        self.verdict.value = banner + (markup.note(warned[0] + more) if warned else "")
+        self.verdict.value = _verdict(report)
         self.pictures.value = markup.pictures(checked.pictures())
         self.figure.show(retention_figure({checked.way: report}))
         self.allow_exports()
 
     def _undo(self) -> None:
-        self.state.undo()
+        """In its turn: work that runs is stopped first, and leaves no LoRA either."""
+
+        def work(progress: Progress) -> None:
+            progress(0, 1, "taking the LoRAs off")
+            self.state.undo()
+
+        self.start(work, lambda _: self._show_nothing())
+
+    def _show_nothing(self) -> None:
         self.verdict.value = markup.note("no LoRA is on the pack; its weights are the pristine ones")
         self.generation.value = self.pictures.value = ""
         self.figure.show(style.placeholder("what arrived comes here"))
@@ -137,3 +157,13 @@ class BakeCheck(Panel):
 
     def _told(self, told: SecondGeneration) -> None:
         self.generation.value = markup.banner(str(told), good=told.passed)
+
+
+def _verdict(report: BakeReport) -> str:
+    text = f"{', '.join(report.loras)}: {report.verdict}; {report.log_line}"
+    if report.verdict == "N/A":
+        return markup.note(f"{text}. Nothing was to arrive: at these strengths the LoRAs change no weight.")
+    warned = report.warnings
+    more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
+    remark = markup.note(warned[0] + more) if warned else ""
+    return markup.banner(text, good=report.verdict == "OK") + remark

@@ -112,29 +112,42 @@ class BakeState:
         """Takes off what is on, applies the choices, and makes the pictures.
 
         Raises:
-            HswqError: nothing is chosen, or a LoRA does not fit; the pack has no LoRAs then.
+            HswqError: nothing is chosen; or a LoRA does not fit, or the work was cancelled: the pack has no
+                LoRAs then.
         """
         if not choices:
             raise HswqError("no LoRA is chosen", fix="tick one")
         self.undo()
-        stages = 3 if self.source is not None else 2
-        before = self._run(self.pack, prompt, seed, part(progress, 0, 100, 100 * stages))
-        source = None if self.source is None else self.source.checkpoint
         try:
-            for choice in choices:
-                self.pack.attach(choice.lora, choice.strength, way, source)
-        except HswqError:
+            return self._applied(choices, way, prompt, seed, progress)
+        except (
+            BaseException
+        ):  # whatever stopped it: LoRAs without their evidence would be taken for the chosen ones
             self.undo()
             raise
-        self.report = self.pack.bake_report()
-        after = self._run(self.pack, prompt, seed, part(progress, 100, 200, 100 * stages))
+
+    def _applied(
+        self, choices: Sequence[Choice], way: Way, prompt: str, seed: int, progress: Progress
+    ) -> Checked:
+        whole = 300 if self.source is not None else 200
+        before = self._run(self.pack, prompt, seed, part(progress, 0, 100, whole, "picture without LoRA"))
+        source = None if self.source is None else self.source.checkpoint
+        for choice in choices:
+            progress(100, whole, f"applying {choice.lora.name}")
+            self.pack.attach(choice.lora, choice.strength, way, source)
+        progress(100, whole, "computing the evidence")
+        report = self.pack.bake_report()
+        after = self._run(self.pack, prompt, seed, part(progress, 100, 200, whole, "picture with LoRA"))
         wanted = None
         if self.source is not None:
             dressed = view_of(self.source)
             for choice in choices:
                 dressed.attach(choice.lora, choice.strength, "branch")
-            wanted = self._run(dressed, prompt, seed, part(progress, 200, 300, 300)).image
-        return Checked(way, self.report, before.image, after.image, wanted)
+            wanted = self._run(
+                dressed, prompt, seed, part(progress, 200, 300, whole, "picture in 16 bits")
+            ).image
+        self.report = report
+        return Checked(way, report, before.image, after.image, wanted)
 
     def undo(self) -> None:
         """Takes every LoRA off; the weights are the pristine ones, bit for bit."""
@@ -149,11 +162,11 @@ class BakeState:
             HswqError: no LoRA is on the pack.
         """
         if not self.pack.loras:
-            raise HswqError("no LoRA is on the pack", fix="attach one first")
-        first = self._run(self.pack, prompt, seed, part(progress, 0, 100, 200))
+            raise HswqError("no LoRA is on the pack", fix="press Apply first")
+        first = self._run(self.pack, prompt, seed, part(progress, 0, 100, 200, "first picture"))
         evidence = self.pack.bake_report()
         self.pack.unload()
-        second = self._run(self.pack, prompt, seed, part(progress, 100, 200, 200))
+        second = self._run(self.pack, prompt, seed, part(progress, 100, 200, 200, "picture after the purge"))
         return SecondGeneration(
             torch.equal(first.final, second.final), self.pack.bake_report().rows == evidence.rows
         )
