@@ -187,7 +187,10 @@ def _add_measured(figure: go.Figure, report: ParetoReport) -> None:
 def _label_plans(figure: go.Figure) -> None:
     figure.update_xaxes(title="bits a weight (Linears, scales included)")
     figure.update_yaxes(style.DECADES, title="1 − final cosine")
-    figure.add_hline(y=1 - SAME_IMAGE, line={"color": style.GREY, "width": 1, "dash": "dot"})
+    line = {"color": style.GREY, "width": 1, "dash": "dot"}
+    figure.add_hline(y=1 - SAME_IMAGE, line=line)
+    name = f"same image below: cos ≥ {SAME_IMAGE}"
+    figure.add_trace(go.Scatter(name=name, mode="lines", line=line, x=[None], y=[None]))
     style.legend_below(figure)
 
 

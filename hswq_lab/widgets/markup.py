@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+_UNFORESEEN = (
+    "try again, with less to do if memory ran out; if it comes again, report it with what stands below"
+)
+
 
 @cache
 def style_sheet() -> str:
@@ -55,7 +59,7 @@ def error_box(error: BaseException) -> str:
         trace = html.escape("".join(traceback.format_exception(error)))
         name = html.escape(f"{type(error).__name__}: {error}")
         details = f"<details><summary>where it came from</summary><pre>{trace}</pre></details>"
-        return f'<div class="hswq-error" role="alert"><b>{name}</b>{details}</div>'
+        return f'<div class="hswq-error" role="alert"><b>{name}</b>{facts({"to do": _UNFORESEEN})}{details}</div>'
     told = {
         "file": error.file,
         "tensor": error.tensor,

@@ -53,10 +53,12 @@ class SensitivityExplorer(Panel):
             value=4, min=1, max=50, description="steps", layout=_NARROW
         )
         self.measure_button = ipywidgets.Button(
-            description="Measure impacts", button_style="" if report else "primary"
+            description="Measure impacts",
+            button_style="" if report else "primary",
+            tooltip="quantise each layer alone and compare the final latents",
         )
         self.cut = ipywidgets.IntSlider(
-            value=round(0.6 * count), min=0, max=count, description="NVFP4", layout=_WIDE,
+            value=round(0.6 * count), min=0, max=count, description="NVFP4", continuous_update=False, layout=_WIDE,
             tooltip="how many of the least sensitive layers become NVFP4",
         )  # fmt: skip
         self.budget = ipywidgets.Text(
@@ -70,9 +72,11 @@ class SensitivityExplorer(Panel):
         )  # fmt: skip
         self.forecast = ipywidgets.HTML()
         self.bars = LiveFigure(style.placeholder("measure the impacts first"))
-        self.plan_button = ipywidgets.Button(description="Measure this plan")
+        self.plan_button = ipywidgets.Button(
+            description="Measure this plan", tooltip="pack it in memory, calibrate it, and run it"
+        )
         self.path = ipywidgets.Text(value="pack.safetensors", description="file", layout={"width": "330px"})
-        self.pack_button = ipywidgets.Button(description="Pack this plan")
+        self.pack_button = ipywidgets.Button(description="Pack this plan", tooltip="write it into the file")
         self.plans = LiveFigure(style.placeholder("what each cut reaches comes here"))
         body = [
             ipywidgets.HBox([self.impact_seeds, self.impact_steps, self.measure_button]),
@@ -137,8 +141,8 @@ class SensitivityExplorer(Panel):
 
     def _budgeted(self) -> None:
         text = self.budget.value.strip()
+        self.errors.value = ""
         if text:
-            self.errors.value = ""
             self._cut_of_budget = self.state.count_within(parse_mib(text))
             self.cut.value = self._cut_of_budget
 

@@ -130,7 +130,7 @@ class SensitivityState:
             [nvfp4],
             prompts=self.model.prompts[: self._seeds],
             steps=self._steps,
-            progress=progress,
+            progress=part(progress, 0, 1000, 1000, f"measuring the plan of {nvfp4} NVFP4"),
         )
         before = [] if self.measured is None else [p for p in self.measured.points if p.nvfp4 != nvfp4]
         points = sorted([*before, *one.points], key=lambda point: point.nvfp4)
@@ -141,9 +141,11 @@ class SensitivityState:
         """Packs the plan into a file, whole or not at all.
 
         Raises:
-            HswqError: the file exists.
+            HswqError: no file is named, or it exists.
         """
-        target = Path(path)
+        if not str(path).strip():
+            raise HswqError("no file is named", fix="type a name, for example pack.safetensors")
+        target = Path(path).expanduser()
         if target.exists():
             raise HswqError("the target exists already", file=target, fix="choose another name")
         plan = self.plan(nvfp4)

@@ -67,7 +67,7 @@ class TrajectoryViewer(Panel):
         self.controls = ipywidgets.HBox([self.seed_count, self.steps, self.cfg, self.compare_button])
         self.controls.layout.display = "" if self.state.can_compare else "none"
         self.verdict = ipywidgets.HTML()
-        self.seed = ipywidgets.Dropdown(description="seed", layout={"width": "560px"})
+        self.seed = ipywidgets.Dropdown(description="seed", layout={"width": "auto", "max_width": "900px"})
         self.step = ipywidgets.IntSlider(
             min=0,
             max=0,
