@@ -7,6 +7,7 @@ from test_widgets_explore import SOON, impacts  # noqa: F401  # a fixture
 
 from hswq_lab.errors import HswqError
 from hswq_lab.plots import plans_figure
+from hswq_lab.plots.style import placeholder
 from hswq_lab.progress import silent
 from hswq_lab.widgets import SensitivityExplorer
 
@@ -59,3 +60,8 @@ def test_an_exception_of_others_comes_with_what_to_do(shown):
     assert shown.wait(SOON)
     assert "MemoryError" in shown.errors.value
     assert "to do" in shown.errors.value
+
+
+def test_a_placeholder_leaves_its_axes_a_height():
+    layout = placeholder("what was measured comes here").layout
+    assert layout.height - layout.margin.t - layout.margin.b > 40, "plotly fails without one"

@@ -120,6 +120,7 @@ def new_figure(title: str, subtitle: str = "", height: int = 460) -> go.Figure:
 def placeholder(title: str) -> go.Figure:
     """What a panel shows where a figure will be: a line of words, and no axes that mean nothing."""
     figure = new_figure(title, height=90)
+    figure.update_layout(margin={"t": 44, "b": 0})  # plotly draws nothing where no height is left for axes
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return figure
