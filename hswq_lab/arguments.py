@@ -80,6 +80,18 @@ def texts_of(value: object, what: str, example: str) -> dict[str, str]:
     return dict(value)
 
 
+def list_of_texts(value: object, what: str, example: str) -> list[str]:
+    """A list of texts with at least one in it; `example` shows one.
+
+    Raises:
+        HswqError: it is a single text, empty, or something else.
+    """
+    texts = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise HswqError(f"{what} are a list of texts", found=repr(value)[:80], expected=example)
+    return texts
+
+
 def device_of(value: str | torch.device | None) -> torch.device:
     """A device that is usable here; None means a card if there is one, else the CPU.
 

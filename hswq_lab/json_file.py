@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from collections import Counter
 from typing import TypeVar
 
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 
 T = TypeVar("T", str, int, float, list[object], dict[str, object])
@@ -16,16 +17,26 @@ def read_json(path: str | os.PathLike[str]) -> object:
     """The content of a JSON file.
 
     Raises:
-        HswqError: the file cannot be read, is not JSON, or is nested beyond reason.
+        HswqError: the file cannot be read, is not JSON, is nested beyond reason, or says one thing twice.
     """
+    path = path_of(path, "a JSON file")
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except OSError as error:
         raise HswqError("the file cannot be read", file=path, found=error) from error
     except RecursionError as error:
         raise HswqError("the file is not JSON", file=path, found="brackets nested too deeply") from error
     except ValueError as error:
         raise HswqError("the file is not JSON", file=path, found=str(error)[:200]) from error
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of a JSON file; a name that is there twice is a slip, and a ValueError like others in JSON."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"the entry {twice!r} is there twice in one object")
+    return content
 
 
 def entry(content: object, key: str, kind: type[T]) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hswq_lab.checkpoint import Checkpoint
@@ -142,3 +144,34 @@ def test_gptq_weights_in_the_curve(tiny_model, impact):
 def test_cancel_works_between_steps(tiny_model, impact, most_passes_untold):
     assert most_passes_untold(lambda tell: pareto(tiny_model, impact, [3], **RUN, progress=tell)) == 1
     assert most_passes_untold(lambda tell: greedy(tiny_model, impact, bits=8.0, **RUN, progress=tell)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda model, impact: pareto(model, impact, [], **RUN), "list of whole numbers"),
+        (lambda model, impact: pareto(model, impact, 5, **RUN), "list of whole numbers"),
+        (lambda model, impact: pareto(model, "impact.json", [1], **RUN), "no impact report"),
+        (lambda model, impact: greedy(model, impact, bits=8.0, width=0, **RUN), "the width"),
+        (lambda model, impact: greedy(model, impact, bits=8.0, width=-2, **RUN), "the width"),
+        (lambda model, impact: greedy(model, impact, bits=8.0, keep={"nope*": "int8"}, **RUN), r"nope\*"),
+    ],
+)
+def test_impossible_searches(tiny_model, impact, call, match):
+    with pytest.raises(HswqError, match=match):
+        call(tiny_model, impact)
+
+
+@pytest.mark.parametrize("search", [pareto, greedy])
+def test_an_impact_of_other_layers_is_refused_by_name(tiny_model, impact, search):
+    other = replace(impact, rows=[replace(impact.rows[0], layer="ghost")])
+    with pytest.raises(HswqError, match="ghost"):
+        search(tiny_model, other, **RUN)
+
+
+def test_greedy_pins_layers_that_were_not_measured(tiny_model, impact):
+    few = replace(
+        impact, rows=impact.rows[:2], unmeasured={row.layer: (row.n, row.k) for row in impact.rows[2:]}
+    )
+    found = greedy(tiny_model, few, bits=12.0, width=1, keep={"layers.*": "nvfp4"}, **RUN).points[0]
+    assert found.formats["layers.0.attention.qkv"] == "nvfp4"

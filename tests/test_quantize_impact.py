@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ def test_interval_is_students():
     expected = stats.t.interval(0.95, 3, np.mean(samples), stats.sem(samples))
     assert mean_interval(samples) == pytest.approx(expected, abs=1e-3)
     assert mean_interval([1.0]) == (-math.inf, math.inf)
+    assert mean_interval([1.0, math.inf]) == (-math.inf, math.inf)
 
 
 def test_interval_of_an_impact_is_cut_at_zero():
@@ -94,6 +96,41 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(HswqError, match=r"no impact report.*impact\.json"):
         ImpactReport.load(path)
+
+
+def test_layers_that_were_not_measured_survive_the_file(tmp_path):
+    part = replace(report(), unmeasured={"d": (16, 48)})
+    assert ImpactReport.load(part.save(tmp_path / "i.json")).unmeasured == {"d": (16, 48)}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda content: content["rows"][0].update(format="nvfp5"), "unknown format"),
+        (lambda content: content["rows"][0].update(samples=[1.0, -0.1]), "never negative"),
+        (lambda content: content["rows"].append(content["rows"][0]), "twice"),
+        (
+            lambda content: content["rows"].append({**content["rows"][0], "format": "int8", "n": 3}),
+            "two sizes",
+        ),
+        (lambda content: content.update(prompts=["x"]), "prompt for each seed"),
+        (lambda content: content.update(unmeasured={"d": [0, 4]}), "no layer has this size"),
+        (lambda content: content.update(unmeasured={"d": 4}), "wrong kind"),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(tmp_path, change, match):
+    path = report().save(tmp_path / "impact.json")
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(HswqError, match=rf"no impact report.*impact\.json.*{match}"):
+        ImpactReport.load(path)
+
+
+def test_a_format_has_one_spelling(tmp_path):
+    path = report().save(tmp_path / "impact.json")
+    path.write_text(path.read_text().replace('"nvfp4"', '"int8"'))
+    assert ImpactReport.load(path).formats == ["int8_tensorwise"]
 
 
 def test_unknown_layer_and_format():

@@ -87,13 +87,29 @@ def test_json_round_trip_is_readable(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2]", '{"formats": ["nvfp4"]}', '{"formats": {"*": 4}}', "{", '"nvfp4"']
+    "text",
+    [
+        "[1, 2]",
+        '{"formats": ["nvfp4"]}',
+        '{"formats": {"*": 4}}',
+        "{",
+        '"nvfp4"',
+        '{"formats": {"*": "nvfp5"}}',
+        '{"formats": {"*": "nvfp4"}, "keep": {"a": "int8"}}',
+        '{"a": "nvfp4", "*": "int8", "a": "nvfp4"}',
+    ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(HswqError, match=r"plan\.json"):
         Plan.load(path)
+
+
+def test_a_layer_that_is_named_twice_is_what_its_last_entry_says():
+    plan = Plan({"a.weight": "nvfp4", "*": "int8", "a": "nvfp4"})
+    assert dict(plan.for_layers({"a": (64, 64)})) == {"a": ("nvfp4", 64, 0)}
+    assert list(plan) == ["*", "a"]
 
 
 def test_order_is_part_of_a_plan():
@@ -173,7 +189,7 @@ def test_an_option_that_is_larger_and_worse_is_never_chosen():
     small = [Option("int8", 90, 0.0), Option("nvfp4", 80, 0.5), Option("nvfp4+r32", 100, 0.4)]
     other = [Option("int8", 200, 0.0), Option("nvfp4", 110, 0.1)]
     for limit in range(200, 320, 10):
-        assert within_budget({"small": small, "other": other}, limit)["small"] == "int8"
+        assert within_budget({"small": small, "other": other}, limit, 100)["small"] == "int8"
 
 
 def test_a_budget_buys_a_basis_where_that_is_the_best_use_of_bytes():
@@ -205,7 +221,7 @@ def test_a_choice_of_several_ranks_keeps_its_budget_and_is_near_the_best(impacts
     limit = len(options) * 50 + int(share * len(options) * 50)
     sizes = {layer: {o.format: o.nbytes for o in of_layer} for layer, of_layer in options.items()}
     costs = {layer: {o.format: o.impact for o in of_layer} for layer, of_layer in options.items()}
-    chosen = within_budget(options, limit)
+    chosen = within_budget(options, limit, 100)
     total = sum(sizes[layer][form] for layer, form in chosen.items())
     assert total <= limit
     best = min(
@@ -275,6 +291,52 @@ def test_final_cos_gives_the_smallest_plan_that_is_predicted_to_reach_it():
     assert impact.predicted_cos(plan) >= 0.99 > impact.predicted_cos(Plan({"*": "nvfp4"}))
     with pytest.raises(HswqError, match="no plan reaches"):
         report({"a": 1e-4}, int8=5.0).plan(final_cos=0.9999)
+
+
+SHAPES = {"a": (256, 64), "b": (64, 64), "rest.c": (192, 64), "rest.d": (64, 128)}
+
+
+def partly_measured() -> ImpactReport:
+    measured = report({"a": 1e-3, "b": 2e-3}, shapes=SHAPES)
+    return replace(measured, unmeasured={layer: SHAPES[layer] for layer in ("rest.c", "rest.d")})
+
+
+def test_a_budget_is_of_the_whole_model_though_few_layers_were_measured():
+    impact = partly_measured()
+    smallest = Plan({"a": "nvfp4", "b": "nvfp4"})
+    plan = impact.plan(budget_bytes=smallest.nbytes(SHAPES))
+    assert plan == smallest
+    assert "2 layers were not measured" in plan.note
+    with pytest.raises(HswqError, match=r"no plan is that small.*5\.\d+ bits.*at least.*bits.*not"):
+        impact.plan(bits=5.5)
+    with pytest.raises(HswqError, match="no plan is that small"):
+        impact.plan(budget_bytes=smallest.nbytes(SHAPES) - 1)
+
+
+def test_pins_reach_layers_that_were_not_measured():
+    plan = partly_measured().plan(bits=5.5, keep={"rest.*": "nvfp4"})
+    assert plan.form_of("rest.c") == "nvfp4"
+    assert plan.bits(SHAPES) <= 5.5
+    assert partly_measured().plan(nvfp4=3, keep={"rest.c": "nvfp4"}).count("nvfp4", SHAPES) == 3
+
+
+def test_a_plan_needs_something_measured():
+    with pytest.raises(HswqError, match="no layer was measured"):
+        replace(partly_measured(), rows=[]).plan(nvfp4=0)
+
+
+def test_lost_latents_can_be_planned_by():
+    both = report({"b": 1e-3, "a": math.inf, "c": math.inf}, int8=0.5)
+    plan = both.plan(bits=7.0)
+    assert plan.bits(both.layers) <= 7.0
+    assert plan["b"] == "int8_tensorwise"
+
+
+def test_kin_of_nvfp4_that_were_not_measured_are_predicted_to_cost_as_much():
+    impact = report({"a": 2e-3, "b": 1e-3})
+    plain = impact.predicted_cos(Plan({"a": "nvfp4", "b": "int8"}))
+    assert plain < 1
+    assert impact.predicted_cos(Plan({"a": "nvfp4-unrotated", "b": "int8"})) == plain
 
 
 def test_predicted_cos_adds_up_impacts_of_each_sample():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -158,11 +159,64 @@ def test_only_a_plain_16_bit_model(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("what", "match"), [({"layers": ["nope.*"]}, "nope"), ({"formats": ["16-bit"]}, "no format")]
+    ("what", "match"),
+    [
+        ({"layers": ["nope.*"]}, "nope"),
+        ({"layers": "layers.0.*"}, "list of texts"),
+        ({"layers": []}, "list of texts"),
+        ({"formats": ["16-bit"]}, "no format"),
+        ({"formats": "nvfp4"}, "list of texts"),
+        ({"formats": None}, "list of texts"),
+        ({"formats": [4]}, "list of texts"),
+    ],
 )
 def test_unknown_layers_and_formats(tiny_model, what, match):
     with pytest.raises(HswqError, match=match):
         sensitivity(tiny_model, **RUN, **what)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ({"steps": 0}, "number of steps"),
+        ({"steps": 1.5}, "number of steps"),
+        ({"steps": True}, "number of steps"),
+        ({"cfg": float("nan")}, "guidance scale"),
+        ({"cfg": None}, "guidance scale"),
+        ({"scales": "gptq"}, "block scales"),
+        ({"scales": None}, "block scales"),
+        ({"activation_scales": "best"}, "block scales"),
+        ({"resume": "impact.csv"}, r"\.json file only"),
+        ({"resume": 3}, "named by its path"),
+    ],
+)
+def test_impossible_settings(tiny_model, what, match):
+    with pytest.raises(HswqError, match=match):
+        sensitivity(tiny_model, **{**RUN, **what}, layers=["x_embedder"])
+
+
+def test_a_format_that_is_named_twice_is_measured_once(tiny_model):
+    report = sensitivity(tiny_model, **RUN, layers=["x_embedder"], formats=["int8", "int8_tensorwise"])
+    assert [row.format for row in report.rows] == ["int8_tensorwise"]
+
+
+def test_the_report_knows_the_layers_that_were_not_measured(tiny_model, tiny_pack):
+    report = sensitivity(tiny_model, **RUN, layers=["x_embedder"])
+    assert report.layers | report.unmeasured == tiny_model.layers()
+    assert list(report.layers) == ["x_embedder"]
+    of_pack = impact_of_pack(tiny_model, tiny_pack, **RUN)
+    assert of_pack.layers | of_pack.unmeasured == tiny_model.layers()
+
+
+@pytest.mark.parametrize("change", [{"layer": "ghost"}, {"n": 7}])
+def test_rows_of_another_model_are_not_resumed(tiny_model, tmp_path, change):
+    path = tmp_path / "impact.json"
+    sensitivity(tiny_model, **RUN, layers=["x_embedder"], resume=path)
+    content = json.loads(path.read_text())
+    content["rows"][0].update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(HswqError, match="layer that this model does not have"):
+        sensitivity(tiny_model, **RUN, layers=["x_embedder"], resume=path)
 
 
 def test_a_killed_run_continues(tiny_model, tmp_path):

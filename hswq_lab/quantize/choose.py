@@ -35,7 +35,9 @@ class _Step(NamedTuple):
 
     @property
     def price(self) -> float:
-        return self.after.impact - self.before.impact
+        # Two lost latents are equally bad: ∞ − ∞ would be NaN, and nothing can be sorted by that.
+        same = self.after.impact == self.before.impact
+        return 0.0 if same else self.after.impact - self.before.impact
 
 
 def the_goal(**goals: object) -> str:
@@ -61,8 +63,13 @@ def the_goal(**goals: object) -> str:
     return f"{name}={value}"
 
 
-def within_budget(options: Options, limit: int) -> dict[str, str]:
+def within_budget(options: Options, limit: int, weights: int) -> dict[str, str]:
     """A small summed impact within a number of bytes: best impact per byte first, then what fits back.
+
+    Args:
+        options: of every layer.
+        limit: bytes.
+        weights: how many there are in all, for the message.
 
     Raises:
         HswqError: the smallest choice is larger than the limit.
@@ -77,7 +84,13 @@ def within_budget(options: Options, limit: int) -> dict[str, str]:
         chosen[step.layer] = step.after
         taken.append(step)
     if total > limit:
-        raise HswqError("no plan is that small", found=f"{limit} bytes", expected=f"at least {total} bytes")
+        found, least = (f"{size} bytes ({8 * size / weights:.3f} bits a weight)" for size in (limit, total))
+        raise HswqError(
+            "no plan is that small",
+            found=found,
+            expected=f"at least {least}",
+            fix="pin fewer layers, measure those that stay 16-bit because they were not, or allow more",
+        )
     for step in sorted(taken, key=lambda step: step.price, reverse=True):
         if step.price > 0 and total + step.saving <= limit and chosen[step.layer] is step.after:
             total += step.saving

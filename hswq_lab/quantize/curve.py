@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hswq_lab.arguments import whole
 from hswq_lab.errors import HswqError
+from hswq_lab.model import check_model
 from hswq_lab.progress import silent
 from hswq_lab.quantize.choose import the_goal
+from hswq_lab.quantize.impact import ImpactReport
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.quantize.pareto import ParetoPoint, ParetoReport
 from hswq_lab.quantize.plan import KEPT, Plan, packed_nbytes
@@ -20,7 +24,6 @@ if TYPE_CHECKING:
     from hswq_lab.formats import Method
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
-    from hswq_lab.quantize.impact import ImpactReport
     from hswq_lab.quantize.moments import LayerMoments
     from hswq_lab.trajectory.compare import Prompt
 
@@ -60,15 +63,19 @@ def pareto(
         progress: told of every point, several times while it is measured, so that it can cancel between steps.
 
     Raises:
-        HswqError: prompts and seeds do not pair, or a K that is not possible.
+        HswqError: prompts and seeds do not pair, a K that is not possible, or an impact of other layers.
     """
+    _check_impact(model, impact)
     if nvfp4 is None:
         # Pinned layers may make the ends impossible; the plan says so.
         count = len(impact.layers)
         nvfp4 = sorted({round(count * i / (DEFAULT_POINTS - 1)) for i in range(DEFAULT_POINTS)})
-    plans = [impact.plan(nvfp4=k, keep=keep) for k in nvfp4]
+    counts = list(nvfp4) if isinstance(nvfp4, Iterable) else []
+    if not counts:
+        raise HswqError("the K to measure are a list of whole numbers", found=nvfp4, expected="[39, 40, 41]")
+    plans = [impact.plan(nvfp4=k, keep=keep) for k in counts]
     curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales), moments))
-    for done, (k, plan) in enumerate(zip(nvfp4, plans, strict=True)):
+    for done, (k, plan) in enumerate(zip(counts, plans, strict=True)):
         curve.trial.pulse = partial(progress or silent, done, len(plans), f"nv{k}")
         curve.add(f"nv{k}", dict(plan))
     (progress or silent)(len(plans), len(plans), "done")
@@ -107,19 +114,24 @@ def greedy(
         cfg: guidance scale.
         scales: as for `pareto`.
         moments: as for `pareto`.
-        keep: pins, layer glob → format; these layers do not move.
+        keep: pins, layer glob → format; these layers do not move. Others that were not measured stay 16-bit.
         progress: as for `pareto`.
 
     Returns:
         A point for every layer turned, the first with none: take `report.plan(bits=…)`.
 
     Raises:
-        HswqError: the goal is missing, twice there, or not reached with every layer turned.
+        HswqError: the goal is missing, twice there, or not reached with every layer turned; a pin that matches
+            nothing, or an impact of other layers.
     """
+    _check_impact(model, impact)
     the_goal(bits=bits, final_cos=final_cos)
+    whole(width, "the width")
     pins = Plan(keep or {})
-    formats = {layer: pins.form_of(layer) or LARGE for layer in impact.layers}
-    left = [layer for layer in _by_price(impact) if pins.form_of(layer) is None]
+    pins.for_layers(model.layers())  # refuses a pin that matches nothing
+    pinned = {layer: form for layer in model.layers() if (form := pins.form_of(layer)) is not None}
+    formats = dict.fromkeys(impact.layers, LARGE) | pinned
+    left = [layer for layer in _by_price(impact) if layer not in pinned]
     curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales, 4), moments))
     tell, total = progress or silent, len(left)
     curve.trial.pulse = partial(tell, 0, total, "reference run")
@@ -178,16 +190,10 @@ class _Curve:
     def best_next(self, formats: Mapping[str, str], candidates: Sequence[str]) -> tuple[str, ParetoPoint]:
         """The candidate that adds the least error a byte as NVFP4, measured together with all the others."""
         before, shapes = self.points[-1], self.trial.model.layers()
-        best: tuple[float, str, ParetoPoint] | None = None
-        for layer in candidates:
-            count = before.nvfp4 + 1
-            point = self.measure(f"nv{count}", {**formats, layer: SMALL}, layer)
-            price = (point.impact - before.impact) / _saving(shapes[layer])
-            if best is None or price < best[0]:
-                best = (price, layer, point)
-        if best is None:
-            raise HswqError("there is no candidate to measure", fix="give a width of at least 1")
-        return best[1], best[2]
+        label = f"nv{before.nvfp4 + 1}"
+        points = {layer: self.measure(label, {**formats, layer: SMALL}, layer) for layer in candidates}
+        best = min(points, key=lambda each: (points[each].impact - before.impact) / _saving(shapes[each]))
+        return best, points[best]
 
     def report(self) -> ParetoReport:
         """Everything measured so far."""
@@ -203,6 +209,17 @@ class _Curve:
             points=list(self.points),
             seconds=time.monotonic() - self._started,
         )
+
+
+def _check_impact(model: Model, impact: ImpactReport) -> None:
+    check_model(model)
+    if not isinstance(impact, ImpactReport):
+        raise HswqError(
+            "this is no impact report",
+            found=repr(impact)[:80],
+            fix='hl.sensitivity(model), or ImpactReport.load("….json")',
+        )
+    Plan(dict.fromkeys(impact.layers, SMALL)).for_layers(model.layers())  # refuses layers of another model
 
 
 def _by_price(impact: ImpactReport) -> list[str]:

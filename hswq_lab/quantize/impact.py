@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -90,6 +90,7 @@ class ImpactReport(Result):
         size: picture size in pixels.
         scales: how weights were quantised ("sweep", …).
         activation_scales: how activations were.
+        unmeasured: the model's other layers, name → (N, K): plans leave them 16-bit and count their bytes.
         rows: layers in network order; for each of them its formats in the order asked for.
         seconds: how long it took in all.
     """
@@ -106,6 +107,7 @@ class ImpactReport(Result):
     rows: list[LayerImpact]
     seconds: float = 0.0
     activation_scales: str = "rtn"
+    unmeasured: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def formats(self) -> list[str]:
@@ -114,7 +116,7 @@ class ImpactReport(Result):
 
     @property
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Layer name → (N, K)."""
+        """The layers that were measured, name → (N, K)."""
         return {row.layer: (row.n, row.k) for row in self.rows}
 
     def of(self, layer: str, form: str = "nvfp4") -> LayerImpact:
@@ -130,7 +132,9 @@ class ImpactReport(Result):
         raise HswqError(
             f"the impact of {wanted} on this layer was not measured",
             tensor=name,
-            fix=nearest(name, self.layers),
+            fix=f"measure it with formats=[…, {wanted!r}]"
+            if name in self.layers
+            else nearest(name, self.layers),
         )
 
     def ranking(self, form: str = "nvfp4") -> list[str]:
@@ -177,6 +181,8 @@ class ImpactReport(Result):
     ) -> Plan:
         """A plan by impact: NVFP4 where it costs least, ConvRot INT8 elsewhere. Give exactly one goal.
 
+        Layers that were not measured stay 16-bit unless they are pinned, and count as such.
+
         NVFP4 is rotated; if "nvfp4-unrotated" was measured too, each layer gets the one of less output error.
         Goals other than `nvfp4` choose among input bases too, of the ranks that were measured ("nvfp4+r16").
 
@@ -188,8 +194,10 @@ class ImpactReport(Result):
             keep: pins, layer glob → format; they win over everything.
 
         Raises:
-            HswqError: no or several goals, or one that is impossible or cannot be reached.
+            HswqError: no or several goals, one that is impossible or cannot be reached, or nothing was measured.
         """
+        if not self.rows:
+            raise HswqError("no layer was measured, so there is nothing to plan by", tensor=self.model)
         goal = the_goal(nvfp4=nvfp4, bits=bits, budget_bytes=budget_bytes, final_cos=final_cos)
         options = self._options(keep or {}, with_bases=nvfp4 is None)
         if nvfp4 is not None:
@@ -197,13 +205,14 @@ class ImpactReport(Result):
         elif final_cos is not None:
             chosen = smallest_that(options, lambda formats: self.predicted_cos(Plan(formats)) >= final_cos)
         else:
-            total = sum(n * k for n, k in self.layers.values())
+            total = sum(n * k for n, k in (self.layers | self.unmeasured).values())
             limit = budget_bytes if budget_bytes is not None else math.floor((bits or 0.0) * total / 8)
-            chosen = within_budget(options, limit)
-        return Plan(
-            chosen,
-            f"{goal} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps",
-        )
+            chosen = within_budget(options, limit, total)
+        note = f"{goal} by impact on {self.model}, {len(self.seeds)} seeds, {self.steps} steps"
+        if self.unmeasured:
+            note += f"; {len(self.unmeasured)} layers were not measured"
+        left_alone = {layer for layer in self.unmeasured if chosen[layer] == KEPT}
+        return Plan({layer: form for layer, form in chosen.items() if layer not in left_alone}, note)
 
     def best_nvfp4(self, layer: str) -> str:
         """NVFP4 rotated, or unrotated if that was measured too and has the smaller output error."""
@@ -215,13 +224,13 @@ class ImpactReport(Result):
     def predicted_cos(self, plan: Plan) -> float:
         """Mean over samples of 1/√(1 + Σ impact): the final cosine if the layers' errors were independent.
 
-        Formats that were not measured count as free. Layers interact, so what is measured may be better or
-        worse: see `hl.pareto`.
+        Formats that were not measured count as free, but for those of NVFP4, which count as plain NVFP4. Layers
+        interact, so what is measured may be better or worse: see `hl.pareto`.
         """
         totals = [0.0] * len(self.seeds)
         for layer in self.layers:
-            form = plan.form_of(layer) or KEPT
-            if form != KEPT and (form == "nvfp4" or form in self.formats):
+            form = self._stand_in(plan.form_of(layer) or KEPT)
+            if form is not None:
                 totals = [
                     total + sample for total, sample in zip(totals, self.of(layer, form).samples, strict=True)
                 ]
@@ -251,16 +260,16 @@ class ImpactReport(Result):
         rows = [_row(row) for row in entry(content, "rows", list)]
         seeds = [of_kind(seed, int, "seeds") for seed in entry(content, "seeds", list)]
         height, width = _pair(entry(content, "size", list))
-        for row in rows:
-            if len(row.samples) != len(seeds) or not seeds:
-                raise HswqError(
-                    "a layer has no sample for each seed", tensor=row.layer, found=len(row.samples)
-                )
-        young = isinstance(content, dict) and "activation_scales" in content  # the first files do not have it
+        prompts = [of_kind(prompt, str, "prompts") for prompt in entry(content, "prompts", list)]
+        if not seeds or len(prompts) != len(seeds):
+            raise HswqError("there is no prompt for each seed", found=f"{len(prompts)}, {len(seeds)} seeds")
+        _check_rows(rows, len(seeds))
+        later = content if isinstance(content, dict) else {}  # has what the first files do not have
+        others = entry(later, "unmeasured", dict) if "unmeasured" in later else {}
         return cls(
             model=entry(content, "model", str),
             sha256=entry(content, "sha256", str),
-            prompts=[of_kind(prompt, str, "prompts") for prompt in entry(content, "prompts", list)],
+            prompts=prompts,
             seeds=seeds,
             steps=entry(content, "steps", int),
             cfg=entry(content, "cfg", float),
@@ -269,16 +278,23 @@ class ImpactReport(Result):
             scales=entry(content, "scales", str),
             rows=rows,
             seconds=entry(content, "seconds", float),
-            activation_scales=entry(content, "activation_scales", str) if young else "rtn",
+            activation_scales=entry(later, "activation_scales", str)
+            if "activation_scales" in later
+            else "rtn",
+            unmeasured={
+                layer: _shape(_pair(of_kind(shape, list, layer), layer), layer)
+                for layer, shape in others.items()
+            },
         )
 
     def _options(self, keep: Mapping[str, str], *, with_bases: bool) -> dict[str, list[Option]]:
         pins = Plan(keep)
-        pins.for_layers(self.layers)  # refuses a pin that matches nothing
+        every = self.layers | self.unmeasured
+        pins.for_layers(every)  # refuses a pin that matches nothing
         ranked = [form for form in self.formats if with_bases and form.startswith(f"nvfp4{RANK}")]
         options = {}
-        for layer, shape in self.layers.items():
-            pinned = pins.form_of(layer)
+        for layer, shape in every.items():
+            pinned = pins.form_of(layer) or (KEPT if layer in self.unmeasured else None)
             formats = [pinned] if pinned else ["int8_tensorwise", self.best_nvfp4(layer), *ranked]
             options[layer] = [
                 Option(form, packed_nbytes(form, shape), self._cost(layer, form)) for form in formats
@@ -286,8 +302,14 @@ class ImpactReport(Result):
         return options
 
     def _cost(self, layer: str, form: str) -> float:
-        """The impact of a format; 0 where it was not measured at all (NVFP4 must be)."""
-        return self.of(layer, form).impact if form == "nvfp4" or form in self.formats else 0.0
+        stand_in = None if layer in self.unmeasured else self._stand_in(form)
+        return 0.0 if stand_in is None else self.of(layer, stand_in).impact
+
+    def _stand_in(self, form: str) -> str | None:
+        """The format whose impact tells a format's: itself, plain NVFP4 for its kin; None: it counts as free."""
+        if form in self.formats:
+            return form
+        return "nvfp4" if form.startswith("nvfp4") else None
 
 
 def _row(row: object) -> LayerImpact:
@@ -296,20 +318,41 @@ def _row(row: object) -> LayerImpact:
         math.inf if sample is None else of_kind(sample, float, "samples")
         for sample in entry(row, "samples", list)
     ]
+    layer = layer_name(entry(row, "layer", str))
+    if any(sample < 0 for sample in samples):
+        raise HswqError("an impact is never negative", tensor=layer, found=samples)
     proxies = {
         proxy: entry(row, proxy, float)
         for proxy in PROXIES
         if isinstance(row, dict) and row.get(proxy) is not None
     }
-    n, k = entry(row, "n", int), entry(row, "k", int)
-    if not (0 < n < 2**31 and 0 < k < 2**31):
-        raise HswqError("no layer has this size", tensor=entry(row, "layer", str), found=(n, k))
-    return LayerImpact(
-        layer_name(entry(row, "layer", str)), entry(row, "format", str), n, k, samples, **proxies
-    )
+    n, k = _shape((entry(row, "n", int), entry(row, "k", int)), layer)
+    return LayerImpact(layer, canonical(entry(row, "format", str), layer), n, k, samples, **proxies)
 
 
-def _pair(size: list[object]) -> tuple[int, int]:
+def _check_rows(rows: list[LayerImpact], seeds: int) -> None:
+    """Refuses rows without a sample for each seed, and two that speak of one layer and contradict each other."""
+    shapes: dict[str, tuple[int, int]] = {}
+    seen = set()
+    for row in rows:
+        if len(row.samples) != seeds:
+            raise HswqError("a layer has no sample for each seed", tensor=row.layer, found=len(row.samples))
+        if (row.layer, row.format) in seen:
+            raise HswqError("a layer is there twice in one format", tensor=row.layer, found=row.format)
+        if shapes.setdefault(row.layer, (row.n, row.k)) != (row.n, row.k):
+            raise HswqError(
+                "a layer has two sizes", tensor=row.layer, found=[shapes[row.layer], (row.n, row.k)]
+            )
+        seen.add((row.layer, row.format))
+
+
+def _shape(shape: tuple[int, int], layer: str) -> tuple[int, int]:
+    if not all(0 < size < 2**31 for size in shape):
+        raise HswqError("no layer has this size", tensor=layer, found=shape)
+    return shape
+
+
+def _pair(size: list[object], name: str = "size") -> tuple[int, int]:
     if len(size) != 2:
-        raise HswqError("a size is (height, width)", found=size)
-    return of_kind(size[0], int, "size"), of_kind(size[1], int, "size")
+        raise HswqError("a size is two numbers", tensor=name, found=size)
+    return of_kind(size[0], int, name), of_kind(size[1], int, name)

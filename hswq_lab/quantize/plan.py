@@ -28,6 +28,7 @@ UNROTATED = "-unrotated"
 RANK = "+r"
 ROTATABLE = ("nvfp4", "int8_tensorwise")
 _FORMATS = (*FORMATS, *(name + UNROTATED for name in ROTATABLE), KEPT)
+_ENTRIES = ("hswq_plan", "note", "formats")
 _ALIASES = {
     "int8": "int8_tensorwise",
     "int8-unrotated": "int8_tensorwise-unrotated",
@@ -69,7 +70,12 @@ class Plan(Mapping[str, str]):
 
     def __init__(self, formats: Mapping[str, str], note: str = "") -> None:
         formats = texts_of(formats, "a plan", '{"layer or glob": "nvfp4"}')
-        self._formats = {layer_name(pattern): canonical(form, pattern) for pattern, form in formats.items()}
+        self._formats: dict[str, str] = {}
+        for pattern, form in formats.items():
+            self._formats.pop(
+                layer_name(pattern), None
+            )  # named again, with or without ".weight": the last wins
+            self._formats[layer_name(pattern)] = canonical(form, pattern)
         self._places = {pattern: place for place, pattern in enumerate(self._formats)}
         self._globs = [pattern for pattern in self._formats if set(pattern) & set("*?[")]
         self.note = note
@@ -142,13 +148,26 @@ class Plan(Mapping[str, str]):
         Raises:
             HswqError: the content is no plan.
         """
+        if isinstance(content, dict) and "formats" in content and (other := content.keys() - _ENTRIES):
+            found, expected = ", ".join(sorted(other)), ", ".join(_ENTRIES)
+            raise HswqError("a plan has no such entry", file=file, found=found, expected=expected)
         formats = content.get("formats", content) if isinstance(content, dict) else None
         if not isinstance(formats, dict) or not all(isinstance(form, str) for form in formats.values()):
             raise HswqError(
                 "this is no plan", file=file, expected='{"formats": {"layer or glob": "format", …}}'
             )
         note = content.get("note", "") if isinstance(content, dict) and "formats" in content else ""
-        return cls(formats, str(note))
+        try:
+            return cls(formats, str(note))
+        except HswqError as error:
+            raise HswqError(
+                error.problem,
+                file=file,
+                tensor=error.tensor,
+                found=error.found,
+                expected=error.expected,
+                fix=error.fix,
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the plan as JSON that a person can read and edit."""

@@ -6,12 +6,12 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.nn.functional import linear
 
 from hswq_lab import packing
+from hswq_lab.arguments import list_of_texts, path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
 from hswq_lab.formats import PackedWeight
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
+    from pathlib import Path
 
     from hswq_lab.formats import Method
     from hswq_lab.model import Model
@@ -72,7 +73,7 @@ def sensitivity(
             about a hundredth of NVFP4).
         scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
         activation_scales: how those of the activations are.
-        layers: names or globs; all by default.
+        layers: names or globs; all by default. A plan leaves the others 16-bit.
         resume: JSON file that is written as layers finish, and read first if it is there.
         executor: where to run, e.g. Dask's `client.get_executor()`; default: here. Workers get a `ModelSpec`.
             The numbers are the same, bit for bit.
@@ -80,13 +81,13 @@ def sensitivity(
 
     Raises:
         HswqError: prompts and seeds do not pair, an unknown layer or format, or a file to resume that belongs
-            to another model or other settings.
+            to another model or other settings, or is no .json.
     """
     started = time.monotonic()
     settings = _settings(model, prompts, seeds, steps, cfg, scales, activation_scales)
     empty = _empty_report(model, settings)
     units = _units(model, layers, formats)
-    store = _Store(empty, units, None if resume is None else Path(resume), started)
+    store = _Store(empty, units, None if resume is None else path_of(resume, "the file to resume"), started)
     missing = [unit for unit in units if unit not in store.rows]
     tell, known = progress or silent, len(units) - len(missing)
     tell(known, len(units), "reference run")
@@ -150,7 +151,7 @@ def impact_of_pack(
         rows.append(_measured(trial, layer, weight.format, ready))
     (progress or silent)(len(packed), len(packed), "done")
     seconds = time.monotonic() - started
-    return replace(_empty_report(model, settings), scales=f"as in {pack.name}", rows=rows, seconds=seconds)
+    return replace(_filled(_empty_report(model, settings), rows, seconds), scales=f"as in {pack.name}")
 
 
 def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[Unit]) -> list[LayerImpact]:
@@ -213,10 +214,12 @@ def _measured(trial: Trial, layer: str, form: str, weight: PackedWeight | None) 
 
 
 def _units(model: Model, layers: Sequence[str] | None, formats: Sequence[str]) -> list[Unit]:
-    wanted = [canonical(form, form) for form in formats]
-    if not wanted or KEPT in wanted:
-        raise HswqError("there is no format to measure", found=list(formats), expected="e.g. nvfp4")
-    plan = Plan(dict.fromkeys(["*"] if layers is None else layers, wanted[0]))
+    named = list_of_texts(formats, "the formats to measure", '["nvfp4", "int8"]')
+    wanted = list(dict.fromkeys(canonical(form, form) for form in named))
+    if KEPT in wanted:
+        raise HswqError("16-bit is no format to measure", found=named, expected="e.g. nvfp4")
+    globs = ["*"] if layers is None else list_of_texts(layers, "the layers to measure", '["layers.0.*"]')
+    plan = Plan(dict.fromkeys(globs, wanted[0]))
     chosen = plan.for_layers(model.layers())
     return [(layer, form) for layer, what in chosen.items() if what.format != KEPT for form in wanted]
 
@@ -242,6 +245,7 @@ def _settings(
 
 
 def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:
+    """The report before anything was measured."""
     return ImpactReport(
         model=model.name,
         sha256=model.checkpoint.sha256,
@@ -254,7 +258,14 @@ def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:
         scales=settings.scales,
         activation_scales=settings.activation_scales,
         rows=[],
+        unmeasured=model.layers(),
     )
+
+
+def _filled(empty: ImpactReport, rows: list[LayerImpact], seconds: float) -> ImpactReport:
+    measured = {row.layer for row in rows}
+    rest = {layer: shape for layer, shape in empty.unmeasured.items() if layer not in measured}
+    return replace(empty, rows=rows, unmeasured=rest, seconds=seconds)
 
 
 @dataclass
@@ -269,6 +280,8 @@ class _Store:
     def __post_init__(self) -> None:
         self.rows: dict[Unit, LayerImpact] = {}
         self.seconds_before = 0.0
+        if self.path is not None and self.path.suffix.lower() != ".json":
+            raise HswqError("a run continues from a .json file only", file=self.path, fix="name it ….json")
         if self.path is not None and self.path.exists():
             before = ImpactReport.load(self.path)
             self._check_same_work(before)
@@ -286,7 +299,7 @@ class _Store:
         ordered = [unit for unit in self.units if unit in self.rows]
         ordered += [unit for unit in self.rows if unit not in set(self.units)]
         seconds = self.seconds_before + time.monotonic() - self.started
-        return replace(self.empty, rows=[self.rows[unit] for unit in ordered], seconds=seconds)
+        return _filled(self.empty, [self.rows[unit] for unit in ordered], seconds)
 
     def _check_same_work(self, before: ImpactReport) -> None:
         for name in (
@@ -308,4 +321,14 @@ class _Store:
                     found=found,
                     expected=expected,
                     fix="delete it, or resume with the settings it was made with",
+                )
+        for row in before.rows:
+            if self.empty.unmeasured.get(row.layer) != (row.n, row.k):
+                raise HswqError(
+                    "the file to resume has a layer that this model does not have in this size",
+                    file=self.path,
+                    tensor=row.layer,
+                    found=(row.n, row.k),
+                    expected=self.empty.unmeasured.get(row.layer, "no such layer"),
+                    fix="delete the file, or this row of it",
                 )

@@ -16,10 +16,10 @@ _Z_95 = 1.959964
 
 
 def mean_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean, by Student's t; (-inf, inf) for a single sample."""
+    """The 95 % confidence interval of the mean, by Student's t; (-inf, inf) for one sample, or an infinite one."""
     values = np.asarray(samples, dtype=np.float64)
     degrees = len(values) - 1
-    if degrees < 1:
+    if degrees < 1 or not np.isfinite(values).all():
         return -math.inf, math.inf
     half = t_95(degrees) * float(values.std(ddof=1)) / math.sqrt(len(values))
     centre = float(values.mean())

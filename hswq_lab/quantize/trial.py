@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from hswq_lab import ops, packing
+from hswq_lab.arguments import finite, whole
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
+from hswq_lab.formats.block_scales import METHODS
 from hswq_lab.layers import LabLinear, make_linear
 from hswq_lab.models.sampler import sigmas, starting_noise
 from hswq_lab.models.zimage import padded_length
@@ -44,7 +46,11 @@ SAMPLE_ROWS = 64
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What all runs of a trial share."""
+    """What all runs of a trial share.
+
+    Raises:
+        HswqError: no number of steps, no finite guidance, or an unknown way to find block scales.
+    """
 
     pairs: tuple[tuple[Prompt, int], ...]
     steps: int
@@ -53,6 +59,14 @@ class TrialSettings:
     size: tuple[int, int]
     scales: Method
     activation_scales: Method = "rtn"
+
+    def __post_init__(self) -> None:
+        whole(self.steps, "the number of steps")
+        finite(self.cfg, "the guidance scale")
+        for method in (self.scales, self.activation_scales):
+            if method not in METHODS:
+                expected = ", ".join(METHODS)
+                raise HswqError("unknown way to find block scales", found=repr(method), expected=expected)
 
     @property
     def identity(self) -> str:
