@@ -7,6 +7,7 @@ import threading
 import pytest
 from test_widgets_explore import SOON, loras  # noqa: F401  # a fixture
 
+from hswq_lab.plots import retention_figure
 from hswq_lab.widgets import BakeCheck
 
 NOTHING = "no LoRA is on the pack"
@@ -98,3 +99,9 @@ def test_the_progress_names_the_picture_that_is_made(shown):
     shown.apply_button.click()
     assert shown.wait(SOON)
     assert any(text.startswith("picture without LoRA") for text in told)
+
+
+def test_an_error_many_times_the_delta_does_not_crowd_the_axis(shown):
+    axis = retention_figure({"bake": shown.state.report}).layout.yaxis
+    assert axis.dtick is None
+    assert axis.nticks == 5

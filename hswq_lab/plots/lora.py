@@ -50,7 +50,7 @@ def retention_figure(reports: Mapping[str, BakeReport]) -> go.Figure:
     figure.update_xaxes(
         showticklabels=len(names) <= style.MOST_LABELS, tickfont={"size": 9}, row=len(reports)
     )
-    figure.update_yaxes(title="share of ‖ΔW‖", rangemode="tozero", dtick=0.5)
+    figure.update_yaxes(title="share of ‖ΔW‖", rangemode="tozero", nticks=5)
     style.legend_below(figure)
     return figure
 
