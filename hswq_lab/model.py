@@ -114,7 +114,11 @@ class Model(PictureMaker):
             HswqError: this model has none.
         """
         if self.companion is None:
-            raise HswqError("this model has no default prompts", tensor=self.name, fix="give prompts=")
+            raise HswqError(
+                "this model has no default prompts",
+                tensor=self.name,
+                fix="give prompts=; on the command line --captions FILE, which `hswq-lab embed` makes",
+            )
         return list(self.companion.prompts)
 
     @property

@@ -170,3 +170,17 @@ def test_other_parts_take_the_place_of_the_old_ones(model_file, plan_file, tmp_p
     (tmp_path / "out-of-this.safetensors").write_bytes(b"")
     named = set(json.loads((tmp_path / "out.safetensors.index.json").read_text())["weight_map"].values())
     assert {path.name for path in tmp_path.glob("out-0*")} == named
+
+
+def test_an_impact_of_few_layers_says_so_and_that_of_another_model_is_refused(model_file, tmp_path, capsys):
+    impact, target = tmp_path / "impact.json", tmp_path / "out.safetensors"
+    few = ["--layers", "layers.0.*", "--steps", "1", "--seeds", "1", "--scales", "rtn"]
+    assert main(["sensitivity", "mini-zimage", *few, "--json", str(impact)]) == 0
+    by_impact = ["pack", "mini-zimage", "-o", str(target), "--scales", "rtn", "--impact", str(impact)]
+    assert main([*by_impact, "--bits", "5.5"]) == 2
+    assert "no plan is that small" in capsys.readouterr().err
+    assert main([*by_impact, "--nvfp4", "2", "--keep", "layers.1.*=int8"]) == 0
+    assert "59 layers were not measured; 53 of them stay 16-bit" in capsys.readouterr().out
+    by_impact[1] = str(model_file)
+    assert main([*by_impact, "--nvfp4", "2", "--force"]) == 2
+    assert "measured on a model of other layers" in capsys.readouterr().err

@@ -164,9 +164,11 @@ def test_impossible_searches(tiny_model, impact, call, match):
 
 @pytest.mark.parametrize("search", [pareto, greedy])
 def test_an_impact_of_other_layers_is_refused_by_name(tiny_model, impact, search):
-    other = replace(impact, rows=[replace(impact.rows[0], layer="ghost")])
-    with pytest.raises(HswqError, match="ghost"):
+    other = replace(impact, rows=[*impact.rows, replace(impact.rows[0], layer="ghost")])
+    with pytest.raises(HswqError, match=r"model of other layers.*ghost"):
         search(tiny_model, other, **RUN)
+    with pytest.raises(HswqError, match=rf"model of other layers.*{impact.rows[-1].layer}"):
+        search(tiny_model, replace(impact, rows=impact.rows[:-1]), **RUN)
 
 
 def test_greedy_pins_layers_that_were_not_measured(tiny_model, impact):

@@ -12,7 +12,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.quantize.calibrate import observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport
 from hswq_lab.quantize.pack import pack_to_file
-from hswq_lab.quantize.plan import Plan
+from hswq_lab.quantize.plan import KEPT, Plan
 
 if TYPE_CHECKING:
     import argparse
@@ -48,8 +48,11 @@ def sensitivity(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace) -> int:
     """Packs a model by the plan that the options describe."""
-    plan = _plan_of(args)
+    impact = ImpactReport.load(args.impact) if args.impact is not None else None
     model = load(args.model, args)
+    if impact is not None:
+        impact.check_layers(model.layers())
+    plan = _plan_of(args, impact)
     with bar("packing") as progress:
         written = pack_to_file(
             model,
@@ -66,12 +69,16 @@ def pack(args: argparse.Namespace) -> int:
     return finish(args, report)
 
 
-def _plan_of(args: argparse.Namespace) -> Plan:
+def _plan_of(args: argparse.Namespace, impact: ImpactReport | None) -> Plan:
     """The plan that the options describe; raises HswqError where they contradict each other."""
     goals = {"nvfp4": args.nvfp4, "bits": args.bits, "budget_bytes": args.budget, "final_cos": args.final_cos}
     keep = _pins(args.keep)
-    if args.impact is not None:
-        return ImpactReport.load(args.impact).plan(**goals, keep=keep)
+    if impact is not None:
+        plan = impact.plan(**goals, keep=keep)
+        if impact.unmeasured:
+            kept = sum(plan.form_of(layer) in (None, KEPT) for layer in impact.unmeasured)
+            say(f"warning: {len(impact.unmeasured)} layers were not measured; {kept} of them stay 16-bit")
+        return plan
     if any(goal is not None for goal in goals.values()):
         raise HswqError("a goal needs the measured impacts", fix="add --impact FILE, or leave the goal out")
     plan = Plan.load(args.plan) if args.plan is not None else Plan({"*": args.all})

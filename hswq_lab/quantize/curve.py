@@ -219,7 +219,7 @@ def _check_impact(model: Model, impact: ImpactReport) -> None:
             found=repr(impact)[:80],
             fix='hl.sensitivity(model), or ImpactReport.load("….json")',
         )
-    Plan(dict.fromkeys(impact.layers, SMALL)).for_layers(model.layers())  # refuses layers of another model
+    impact.check_layers(model.layers())
 
 
 def _by_price(impact: ImpactReport) -> list[str]:

@@ -119,6 +119,26 @@ class ImpactReport(Result):
         """The layers that were measured, name → (N, K)."""
         return {row.layer: (row.n, row.k) for row in self.rows}
 
+    def check_layers(self, layers: Mapping[str, tuple[int, int]]) -> None:
+        """Whether these are the layers of the model that was measured.
+
+        Args:
+            layers: layer name → (N, K), as `Model.layers()` gives it.
+
+        Raises:
+            HswqError: a layer is missing on either side, or has another size.
+        """
+        known = self.layers | self.unmeasured
+        for layer in known | dict(layers):
+            if known.get(layer) != layers.get(layer):
+                raise HswqError(
+                    "the impact was measured on a model of other layers",
+                    tensor=layer,
+                    found=known.get(layer, "no such layer"),
+                    expected=layers.get(layer, "no such layer"),
+                    fix="measure this model with hl.sensitivity, or `hswq-lab sensitivity`",
+                )
+
     def of(self, layer: str, form: str = "nvfp4") -> LayerImpact:
         """The row of a layer and format.
 
