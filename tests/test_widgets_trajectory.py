@@ -207,3 +207,66 @@ def test_every_control_has_a_name(report):
         assert control.description
     assert not viewer.step.continuous_update
     viewer.close()
+
+
+def test_looking_at_a_step_leaves_the_comparison_that_runs(report, tiny_model, tiny_pack):
+    viewer = TrajectoryViewer(report, model=tiny_model, variants={"tc": tiny_pack})
+    assert viewer.wait(SOON)
+    inside, go = threading.Event(), threading.Event()
+
+    def compared(seeds, steps, cfg, progress):
+        progress(0, 2, "the first half")
+        inside.set()
+        assert go.wait(SOON)
+        progress(1, 2, "the second half")
+        return report
+
+    viewer.state.compare = compared
+    viewer.compare_button.click()
+    assert inside.wait(SOON)
+    before = viewer.pictures.value
+    viewer.step.value = 0 if viewer.step.value else 1
+    assert viewer._looking.wait(SOON)
+    assert viewer.pictures.value != before
+    assert viewer.cancel_button in viewer._running.children
+    assert viewer._running.layout.display == "", "the comparison can still be cancelled"
+    assert "the first half" in viewer.status.value
+    go.set()
+    assert viewer.wait(SOON)
+    assert viewer._running.layout.display == "none"
+    assert "cancelled" not in viewer.status.value
+    viewer.close()
+
+
+def test_an_export_leaves_the_cancel_button_of_the_work(report, tiny_model, tiny_pack, tmp_path):
+    viewer = TrajectoryViewer(report, model=tiny_model, variants={"tc": tiny_pack})
+    viewer._folder = tmp_path
+    assert viewer.wait(SOON)
+    inside, go = threading.Event(), threading.Event()
+
+    def compared(seeds, steps, cfg, progress):
+        progress(0, 2, "the first half")
+        inside.set()
+        assert go.wait(SOON)
+        return report
+
+    viewer.state.compare = compared
+    viewer.compare_button.click()
+    assert inside.wait(SOON)
+    viewer.export_buttons["json"].click()
+    assert viewer._writing.wait(SOON)
+    assert (tmp_path / "hswq-trajectory.json").is_file()
+    assert viewer._running.layout.display == ""
+    go.set()
+    assert viewer.wait(SOON)
+    viewer.close()
+
+
+def test_pictures_of_one_report_are_never_those_of_another(report):
+    """A look may still decode the old report's pictures while a comparison brings the new one."""
+    state = TrajectoryState(report)
+    before = next(iter(state.frame(42, 1, silent).pictures.values()))
+    flat = [with_x0(run, 1, 0.5) for run in report.reference_runs]
+    state.report = compare_runs(flat, {"near": flat})
+    after = next(iter(state.frame(42, 1, silent).pictures.values()))
+    assert after.tobytes() != before.tobytes()

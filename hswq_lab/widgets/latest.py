@@ -68,6 +68,11 @@ class Latest:
             else:
                 self._idle.set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether something runs or waits."""
+        return not self._idle.is_set()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until nothing runs or waits; False if that took too long."""
         return self._idle.wait(timeout)

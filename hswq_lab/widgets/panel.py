@@ -52,7 +52,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._folder = Path(folder)
         self._name = css_class
         self._work = Latest(self._job_changed)
-        self._writing = Latest(self._job_changed, delay=0)  # an export does not replace the work that runs
+        self._looking = Latest(self._beside)
+        self._writing = Latest(self._beside, delay=0)
         self._painted = 0.0
         self._error_lock = threading.Lock()
         self.errors = ipywidgets.HTML()
@@ -78,16 +79,21 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.errors.value = ""
         self._work.request(work, self.guarded(then))
 
+    def look(self, work: Callable[..., Any], then: Callable[[Any], None]) -> None:
+        """As `start`, for what only shows something that is there already: the work that runs goes on beside it."""
+        self.errors.value = ""
+        self._looking.request(work, self.guarded(then))
+
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until no work runs or waits, for scripts and tests; False if that took too long."""
-        return self._work.wait(timeout) and self._writing.wait(timeout)
+        """Waits until nothing runs or waits, for scripts and tests; False if that took too long."""
+        return all(lane.wait(timeout) for lane in (self._work, self._looking, self._writing))
 
     def cancel(self) -> None:
         """Stops the work at its next unit, and says at once that it will."""
         if self._running.layout.display != "none":
             self.say("stopping after the unit that is being worked on")
-        self._work.cancel()
-        self._writing.cancel()
+        for lane in (self._work, self._looking, self._writing):
+            lane.cancel()
 
     def guarded(self, handler: Callable[..., Any]) -> Callable[..., None]:
         """The handler, with every exception shown in the panel: in a notebook nothing else would show it."""
@@ -134,6 +140,13 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         else:
             self.bar.value = job.done / job.total if job.total else 0.0
             self.say(f"{job.label}{_time_left(job.seconds_left)}")
+
+    def _beside(self, job: Job[Any]) -> None:
+        """Of a look or an export: progress only while no work shows its own, which has the Cancel button."""
+        if not self._work.busy:
+            self._job_changed(job)
+        elif job.state == "failed" and job.error is not None:
+            self.show_error(job.error)
 
     def mind(self, **controls: ipywidgets.Widget) -> None:
         """Asks the page for what ipywidgets lacks, see `Manners`; to be called at the end of a panel's `__init__`.

@@ -57,7 +57,7 @@ class TrajectoryState:
         self.report = report
         self.model = model
         self.variants = named_models({} if variants is None else variants)
-        self._decoded: dict[tuple[str, int, int], Image.Image] = {}
+        self._decoded: dict[tuple[Run, int], Image.Image] = {}  # by run: a look may outlast its report
 
     @property
     def can_compare(self) -> bool:
@@ -102,7 +102,7 @@ class TrajectoryState:
         place = report.seeds.index(seed)
         runs = {"reference": report.reference_runs[place]}
         runs |= {name: report.variant_runs[name][place] for name in report.variants}
-        traces = {trace.variant: trace for trace in self._traces(seed)}
+        traces = {trace.variant: trace for trace in report.traces if trace.seed == seed}
         pictures = {}
         for done, (name, run) in enumerate(runs.items()):
             progress(done, len(runs), f"decoding {name}")
@@ -112,18 +112,19 @@ class TrajectoryState:
                     f"{name}: cos x0 {_number(traces[name].cos_x0[step])}, "
                     f"latent {_number(traces[name].cos_latent[step])}"
                 )
-            pictures[caption] = self._decode(name, run, step)
+            pictures[caption] = self._decode(run, step)
         progress(len(runs), len(runs), "decoded")
         facts = f"step {step} of 0 to {report.steps - 1}, σ = {report.sigmas[step]:.3f}, seed {seed}"
         return Frame(pictures, f"{facts}, “{report.prompts[place]}”")
 
-    def _decode(self, name: str, run: Run, step: int) -> Image.Image:
-        key = (name, run.seed, step)
-        if key not in self._decoded:
+    def _decode(self, run: Run, step: int) -> Image.Image:
+        known = self._decoded.get((run, step))
+        if known is None:
             x0 = run.x0[step]
             broken = not bool(x0.isfinite().all())
-            self._decoded[key] = Image.new("RGB", run.size[::-1], _BLANK) if broken else run.picture(x0)
-        return self._decoded[key]
+            known = Image.new("RGB", run.size[::-1], _BLANK) if broken else run.picture(x0)
+            self._decoded[run, step] = known
+        return known
 
     def _traces(self, seed: int) -> list[SeedTrace]:
         return [trace for trace in self._needed().traces if trace.seed == seed]

@@ -149,7 +149,7 @@ class TrajectoryViewer(Panel):
         if report is None or seed not in report.seeds or step >= report.steps:
             return  # a new report is on its way into the controls
         self.figure.show(divergence_figure(report, seed, step))
-        self.start(lambda progress: self.state.frame(seed, step, progress), self._show_frame)
+        self.look(lambda progress: self.state.frame(seed, step, progress), self._show_frame)
 
     def _show_frame(self, frame: Frame) -> None:
         self.pictures.value = markup.note(frame.facts) + markup.pictures(frame.pictures)
