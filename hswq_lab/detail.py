@@ -24,11 +24,14 @@ from hswq_lab.formats import (
     unpack_nibbles,
     unswizzle,
 )
+from hswq_lab.formats.mxfp8 import MX_BLOCK
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hswq_lab.checkpoint import Checkpoint
+    from hswq_lab.checkpoint.closeness import Closeness
     from hswq_lab.checkpoint.slots import Value
 
 MAP_SIDE = 96
@@ -69,6 +72,7 @@ class LayerDetail(Result):
         shape: logical (N, K).
         group: rotation group of the stored values.
         nbytes: on disk, scales included.
+        dtype: of the tensor, or of the packed data.
         marker: what the file says about the layer; empty for a tensor.
         code_values: value of each code before any scale; empty for a tensor.
         code_counts: how often each occurs.
@@ -83,6 +87,7 @@ class LayerDetail(Result):
     shape: tuple[int, int]
     group: int | None
     nbytes: int
+    dtype: str
     marker: dict[str, Any]
     code_values: list[float] = field(repr=False)
     code_counts: list[int] = field(repr=False)
@@ -110,22 +115,25 @@ def layer_detail(weights: Anything, name: str, source: Anything | None = None) -
         source: 16-bit weights to compare with.
 
     Raises:
-        HswqError: no such tensor, or its bytes break a rule of its format.
+        HswqError: no such tensor, an empty one, its bytes break a rule of its format, or the source's has another
+            shape.
     """
     checkpoint = as_checkpoint(weights)
     key = name if name in checkpoint else f"{name.removesuffix('.weight')}.weight"
     value, entry = checkpoint[key], checkpoint.entry(key)
-    used = dense(value).float()
-    used = used.reshape(-1, used.shape[-1])
+    used = _matrix(dense(value), key)
+    if used.numel() == 0:
+        raise HswqError("an empty tensor has nothing to look at", tensor=key, found=list(used.shape))
     packed = value if isinstance(value, PackedWeight) else None
     values, counts = _codes(packed)
-    close = None if source is None else closeness(used, dense(as_checkpoint(source)[key]))
+    close = None if source is None else _closeness(used, as_checkpoint(source), key)
     return LayerDetail(
         name=key,
         format=entry.format,
         shape=(used.shape[0], used.shape[1]),
         group=entry.group,
         nbytes=entry.nbytes,
+        dtype=str(entry.dtype).removeprefix("torch."),
         marker={} if packed is None else packed.marker(),
         code_values=values,
         code_counts=counts,
@@ -134,6 +142,23 @@ def layer_detail(weights: Anything, name: str, source: Anything | None = None) -
         sqnr_db=None if close is None else close.sqnr_db,
         cosine=None if close is None else close.cosine,
     )
+
+
+def _matrix(values: Tensor, key: str) -> Tensor:
+    """In fp32, with everything but the last dimension taken together."""
+    if values.ndim == 0:
+        raise HswqError("a single number is no matrix", tensor=key)
+    return values.float().reshape(-1, values.shape[-1])
+
+
+def _closeness(used: Tensor, source: Checkpoint, key: str) -> Closeness:
+    reference = _matrix(dense(source[key]), key)
+    if reference.shape != used.shape:
+        raise HswqError(
+            "the source has another shape", file=source.path, tensor=key, found=list(reference.shape),
+            expected=list(used.shape), fix="give the 16-bit original of this very file, or no source",
+        )  # fmt: skip
+    return closeness(used, reference)
 
 
 def _both_bases(used: Tensor, group: int | None) -> list[Tails]:
@@ -193,6 +218,9 @@ def _scale_map(value: Value) -> list[list[float]]:
             rows, columns = value.codes.shape[0], value.codes.shape[1] // (BLOCK // 2)
             scales = unswizzle(value.scales, rows, columns).float() * value.scale
             scales = scales[: value.shape[0]]
+        case Mxfp8Weight():
+            rows, columns = value.data.shape[0], value.data.shape[1] // MX_BLOCK
+            scales = unswizzle(value.scales, rows, columns).float()[: value.shape[0]]
         case Int8Weight():
             scales = value.scale.reshape(-1, 1)
         case PackedWeight():

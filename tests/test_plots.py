@@ -15,7 +15,7 @@ import torch
 from hswq_lab import export
 from hswq_lab.bench import GemmBench, GemmRow, ModelBench, ModelRow, Roofline
 from hswq_lab.bench.gemm import ALONE, WHOLE
-from hswq_lab.checkpoint import diff, inspect
+from hswq_lab.checkpoint import Checkpoint, diff, inspect
 from hswq_lab.effect import EffectReport, LayerEffect
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import BakeReport, LayerEvidence, LoraReport, LoraRow
@@ -215,6 +215,13 @@ def test_the_map_shows_every_layer_in_its_format_and_the_bytes_add_up():
     assert [formats[code] for code in inside.z[0]] == ["nvfp4", "int8_tensorwise"]
     assert formats[outside.z[0][0]] == "16-bit"
     assert sum(bar.x[0] for bar in figure.data[2:]) == pytest.approx(3.0)
+
+
+def test_the_blocks_of_the_map_are_in_order_however_the_file_lists_them():
+    names = ["layers.10", "layers.2", "noise_refiner.0", "layers.1", "head"]
+    weights = Checkpoint.from_mapping({f"{name}.weight.weight": torch.ones(16, 16) for name in names})
+    heat = inspect(weights).figure().data[0]
+    assert list(heat.x) == ["layers.1", "layers.2", "layers.10", "noise_refiner.0"]
 
 
 def test_calibration_marks_what_exceeds_its_scale():

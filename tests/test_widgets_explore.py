@@ -16,6 +16,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.formats import pack_nibbles
 from hswq_lab.loading import save
 from hswq_lab.lora import lora_from_tensors
+from hswq_lab.packing import pack_weight
 from hswq_lab.plots import detail_figure, impact_figure
 from hswq_lab.progress import silent
 from hswq_lab.quantize import ImpactReport, LayerImpact
@@ -109,6 +110,41 @@ def test_one_outlier_shows_in_the_tail_and_the_rotation_spreads_it():
     assert rotated.crest < used.crest / 3
 
 
+def test_a_source_of_another_shape_and_an_empty_tensor_are_refused_by_name():
+    weights = Checkpoint.from_mapping({"a.weight": torch.ones(16, 32), "b.weight": torch.ones(0, 16)})
+    other = Checkpoint.from_mapping({"a.weight": torch.ones(32, 16)})
+    with pytest.raises(HswqError, match="another shape") as refused:
+        layer_detail(weights, "a", other)
+    assert (refused.value.tensor, refused.value.expected) == ("a.weight", [16, 32])
+    with pytest.raises(HswqError, match="empty tensor"):
+        layer_detail(weights, "b")
+
+
+@pytest.mark.parametrize(
+    ("form", "title", "columns"),
+    [("nvfp4", "block scales", 8), ("mxfp8", "block scales", 4), ("int8_tensorwise", "row scales", 1),
+     ("float8_e4m3fn", "tensor scale", 1)],
+)  # fmt: skip
+def test_the_map_of_scales_lies_over_the_rows_and_columns_of_the_weight(form, title, columns):
+    weight = torch.randn(400, 128, generator=torch.Generator().manual_seed(0))
+    packed = pack_weight(weight, form, 64 if form in ("nvfp4", "int8_tensorwise") else None)
+    detail = layer_detail(Checkpoint.from_mapping({"a.weight": packed}), "a")
+    figure = detail_figure(detail)
+    heat = next(trace for trace in figure.data if trace.type == "heatmap")
+    assert len(heat.z[0]) == columns
+    for first, step, cells, length in (
+        (heat.x0, heat.dx, columns, 128), (heat.y0, heat.dy, len(heat.z), 400)
+    ):  # fmt: skip
+        assert first - step / 2 == pytest.approx(-0.5)
+        assert first + (cells - 0.5) * step == pytest.approx(length - 0.5)
+    assert any(title in note.text for note in figure.layout.annotations)
+
+
+def test_a_tensor_that_is_not_packed_says_its_dtype():
+    detail = layer_detail(Checkpoint.from_mapping({"a.weight": torch.ones(16, 32)}), "a")
+    assert "not packed, float32" in detail_figure(detail).layout.title.subtitle.text
+
+
 def test_an_unknown_layer_is_refused(tiny_pack):
     with pytest.raises(HswqError, match="no such tensor"):
         layer_detail(tiny_pack, "layers.9.attention.qkv")
@@ -127,6 +163,7 @@ def test_rows_are_filtered_by_glob_or_word_and_sorted(tiny_pack):
     sizes = [row.nbytes for row in state.rows(order="bytes", descending=True)]
     assert sizes == sorted(sizes, reverse=True)
     assert [row.name for row in state.rows(order="name")] == sorted(row.name for row in state.rows())
+    assert state.rows("[") == [], "no glob, and in no name"
     assert state.rows("no such thing") == []
 
 
@@ -234,6 +271,62 @@ def test_the_panel_filters_and_says_what_is_wrong_with_a_path(pack_file):
     assert shown.wait(SOON)
     assert "does not exist" in shown.errors.value
     assert "adaLN" in shown.table.value
+
+
+def test_a_layer_of_the_same_name_in_another_file_is_read_again():
+    one = Checkpoint.from_mapping({"a.weight": torch.ones(16, 16)})
+    other = Checkpoint.from_mapping({"a.weight": torch.eye(16)})
+    shown = PackExplorer(one)
+    assert shown.wait(SOON)
+    before = shown.result()
+    shown.load(other)
+    assert shown.wait(SOON)
+    assert shown.result() == layer_detail(other, "a") != before
+    shown._given_source = other  # the same file, compared now
+    shown.load(other)
+    assert shown.wait(SOON)
+    assert "equal to the source" in shown.detail.value
+
+
+def test_nothing_of_another_layer_is_shown_or_exported():
+    weights = Checkpoint.from_mapping({"a.weight": torch.ones(16, 16), "b.weight": torch.ones(0, 16)})
+    shown = PackExplorer(weights)
+    assert shown.wait(SOON)
+    shown.layers.value = "b.weight"  # cannot be looked at
+    assert shown.wait(SOON)
+    assert "empty tensor" in shown.errors.value
+    assert (shown.detail.value, type(shown.result()).__name__) == ("", "InspectReport")
+    shown.layers.value = "a.weight"
+    assert shown.wait(SOON)
+    assert type(shown.result()).__name__ == "LayerDetail"
+    shown.filter.value = "no such layer"
+    assert (shown.detail.value, type(shown.result()).__name__) == ("", "InspectReport")
+    assert "0 of 2 names" in shown.count.value
+    shown.filter.value = ""
+    assert shown.wait(SOON)
+    shown.load(Checkpoint.from_mapping({"bias": torch.ones(4)}))
+    assert shown.wait(SOON)
+    assert (shown.detail.value, shown.result().rows[0].name) == ("", "bias")
+
+
+def test_findings_say_what_was_found_and_can_be_exported(tmp_path):
+    path = Checkpoint.from_mapping({"a.weight": torch.ones(32, 64)}).save(tmp_path / "x.safetensors")
+    shown = PackExplorer(path, Checkpoint.from_mapping({"a.weight": -torch.ones(32, 64)}))
+    shown._folder = tmp_path
+    assert shown.wait(SOON)
+    shown.check_button.click()
+    assert shown.wait(SOON)
+    found = shown.state.checked.findings[0]
+    assert found.found in shown.findings.value
+    shown.tabs.selected_index = shown.tabs.titles.index("findings")
+    assert json.loads(shown.export("json").read_text())["result"] == "CheckReport"
+
+
+def test_names_are_ordered_as_people_count():
+    names = [f"layers.{n}.a.weight" for n in (1, 10, 2)]
+    state = PackState()
+    state.open(Checkpoint.from_mapping({name: torch.ones(16, 16) for name in names}), None, silent)
+    assert [row.name for row in state.rows(order="name")] == [names[0], names[2], names[1]]
 
 
 # -- SensitivityExplorer -------------------------------------------------------------------------------------

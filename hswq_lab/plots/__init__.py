@@ -56,7 +56,11 @@ def figure_of(result: object) -> go.Figure:
     Raises:
         HswqError: no figure is known for this kind.
     """
-    raise HswqError("there is no figure for this kind of result", found=type(result).__name__)
+    raise HswqError(
+        "there is no figure for this kind of result",
+        found=type(result).__name__,
+        fix="save it as .html, .csv or .json",
+    )
 
 
 def has_figure(result: object) -> bool:

@@ -25,7 +25,7 @@ def detail_figure(detail: LayerDetail) -> go.Figure:
         cols=3 if packed else 1,
         column_widths=[0.32, 0.3, 0.38] if packed else None,
         horizontal_spacing=0.15,
-        subplot_titles=["codes", "block scales", _TAILS] if packed else [_TAILS],
+        subplot_titles=["codes", _scales_title(detail), _TAILS] if packed else [_TAILS],
     )
     style.dress(figure, detail.name, _subtitle(detail), height=400)
     style.name_panels(figure)
@@ -49,17 +49,32 @@ def _codes(figure: go.Figure, detail: LayerDetail) -> None:
     figure.update_xaxes(title="value before scales", row=1, col=1)
 
 
+def _scales_title(detail: LayerDetail) -> str:
+    """Whose scales the map shows, which its own size tells."""
+    if len(detail.scales[0]) > 1:
+        return "block scales"
+    return "row scales" if len(detail.scales) > 1 else "tensor scale"
+
+
 def _scales(figure: go.Figure, detail: LayerDetail) -> None:
+    """The map, over the weight's own rows and columns: a cell may be the mean of several scales."""
     bar = {"thickness": 10, "x": 0.59, "len": 0.9, "tickfont": {"size": 10}, "exponentformat": "power"}
     heat = go.Heatmap(
         z=[style.numbers(row) for row in detail.scales],
+        **_cells("x", len(detail.scales[0]), detail.shape[1]),
+        **_cells("y", len(detail.scales), detail.shape[0]),
         colorscale=style.SEQUENTIAL,
         colorbar=bar,
-        hovertemplate="row %{y}, block %{x}: %{z:.3g}<extra></extra>",
+        hovertemplate="around row %{y:.0f}, column %{x:.0f}: %{z:.3g}<extra></extra>",
     )
     figure.add_trace(heat, row=1, col=2)
-    figure.update_yaxes(autorange="reversed", row=1, col=2)
-    figure.update_xaxes(title="block of 16 columns", row=1, col=2)
+    figure.update_yaxes(title="row", autorange="reversed", row=1, col=2)
+    figure.update_xaxes(title="column", row=1, col=2)
+
+
+def _cells(axis: str, count: int, length: int) -> dict[str, float]:
+    """Where the centres of equal cells lie along a side of the weight."""
+    return {f"{axis}0": length / count / 2 - 0.5, f"d{axis}": length / count}
 
 
 def _tails(figure: go.Figure, detail: LayerDetail, col: int) -> None:
@@ -80,7 +95,8 @@ def _tails(figure: go.Figure, detail: LayerDetail, col: int) -> None:
 def _subtitle(detail: LayerDetail) -> str:
     n, k = detail.shape
     rotation = "not rotated" if detail.group is None else f"rotated in groups of {detail.group}"
-    parts = [f"{style.format_name(detail.format)}, {n} × {k}, {rotation}, {detail.bits:.2f} bits a weight"]
+    stored = style.format_name(detail.format) if detail.marker else f"not packed, {detail.dtype}"
+    parts = [f"{stored}, {n} × {k}, {rotation}, {detail.bits:.2f} bits a weight"]
     if detail.sqnr_db is not None:
         parts.append(closeness_text(detail))
     return "; ".join(parts)

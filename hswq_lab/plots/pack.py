@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from hswq_lab.plots import style
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hswq_lab.checkpoint import InspectReport
     from hswq_lab.checkpoint.inspection import InspectRow
@@ -36,7 +36,7 @@ def place_of(layer: str) -> Place:
     A layer outside the numbered blocks (embedders, the final layer) has the block "".
     """
     parts = layer.split(".")
-    if len(parts) > 2 and parts[1].isdigit():
+    if len(parts) > 2 and parts[1].isdecimal():
         return Place(".".join(parts[:2]), ".".join(parts[2:]))
     return Place("", layer)
 
@@ -85,7 +85,7 @@ def tile_map(tiles: Sequence[Tile], title: str, subtitle: str) -> go.Figure:
     inside = [tile for tile in tiles if places[tile.layer].block]
     outside = [tile for tile in tiles if not places[tile.layer].block]
     kinds = list(dict.fromkeys(places[tile.layer].kind for tile in inside))
-    blocks = list(dict.fromkeys(places[tile.layer].block for tile in inside))
+    blocks = _in_order(dict.fromkeys(places[tile.layer].block for tile in inside))
     map_height = _CELL * max(3, len(kinds), len(outside))
     figure = make_subplots(
         rows=2,
@@ -107,6 +107,15 @@ def tile_map(tiles: Sequence[Tile], title: str, subtitle: str) -> go.Figure:
         figure.add_trace(_bytes(form, [tile for tile in tiles if tile.format == form]), row=2, col=1)
     _arrange(figure)
     return figure
+
+
+def _in_order(blocks: Iterable[str]) -> list[str]:
+    """Blocks by number: the parts of a large checkpoint list layers.10 before layers.2."""
+    named = [tuple(block.split(".")) for block in blocks]
+    stacks = list(dict.fromkeys(stack for stack, _ in named))
+    return [
+        ".".join(block) for block in sorted(named, key=lambda each: (stacks.index(each[0]), int(each[1])))
+    ]
 
 
 def _map(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets
 
+from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.plots import contents_figure, detail_figure, style
 from hswq_lab.plots.detail import closeness_text
 from hswq_lab.widgets import markup
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from hswq_lab.checkpoint import CheckReport, InspectReport
     from hswq_lab.checkpoint.anything import Anything
     from hswq_lab.detail import LayerDetail
+    from hswq_lab.progress import Progress
+
+_LONGEST = 2000  # characters of a metadata value; all of it is in the JSON export
 
 
 class PackExplorer(Panel):
@@ -61,7 +65,8 @@ class PackExplorer(Panel):
         self.descending = ipywidgets.Checkbox(
             description="descending", indent=False, layout={"width": "110px"}
         )
-        self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "340px"})
+        self.count = ipywidgets.HTML()
+        self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "400px"})
         self.detail = ipywidgets.HTML(layout={"flex": "1 1 280px", "min_width": "0"})
         self.figure = LiveFigure(style.placeholder("choose a layer"))
         self.map = LiveFigure(style.placeholder("open a file"))
@@ -80,12 +85,12 @@ class PackExplorer(Panel):
             ipywidgets.HBox([self.path, self.open_button, self.browse_button]),
             self.picker,
             self.source,
-            ipywidgets.HBox([self.filter, self.order, self.descending]),
+            ipywidgets.HBox([self.filter, self.order, self.descending, self.count]),
             self.tabs,
         ]
         super().__init__("What is in a pack", "Only headers and scales are read until a layer is chosen.", body,
                          css_class="hswq-pack")  # fmt: skip
-        self.open_button.on_click(self.guarded(lambda _: self.load(self.path.value)))
+        self.open_button.on_click(self.guarded(lambda _: self.load(self.path.value.strip())))
         self.check_button.on_click(self.guarded(lambda _: self.start(self.state.check, self._show_findings)))
         self.browse_button.observe(self.guarded(lambda _: self._browse()), names="value")
         self.picker.enter_button.on_click(self.guarded(lambda _: self.picker.enter()))
@@ -107,26 +112,31 @@ class PackExplorer(Panel):
     def _picked(self, path: Path) -> None:
         self.path.value = str(path)
 
-    def result(self) -> InspectReport | LayerDetail | None:
-        """The layer that is shown on the first tab, else the file."""
-        return self._detail if self.tabs.selected_index == 0 and self._detail else self.state.report
+    def result(self) -> InspectReport | LayerDetail | CheckReport | None:
+        """What the tab shows: the layer, what the check found, else the file."""
+        shown = self.tabs.titles[self.tabs.selected_index or 0]
+        special = {"layer": self._detail, "findings": self.state.checked}.get(shown)
+        return special or self.state.report
 
     def _opened(self, report: InspectReport) -> None:
         self.map.show(contents_figure(report))
-        self.metadata.value = markup.table(
-            ["key", "value"], [(key, value[:2000]) for key, value in report.metadata.items()]
-        )
+        self.metadata.value = markup.facts({key: _short(text) for key, text in report.metadata.items()})
         self.findings.value = markup.note("\n".join(report.warnings) or "no warnings from reading the header")
         self.allow_exports()
-        self._list()
+        kept = self.layers.value
+        self.layers.options = ()  # a layer of the same name is another one in another file
+        self._forget()
+        self._list(kept)
 
-    def _list(self) -> None:
+    def _list(self, kept: str | None = None) -> None:
+        kept = kept or self.layers.value
         rows = self.state.rows(self.filter.value, self.order.value, descending=self.descending.value)
-        columns = ["name", "format", "shape", "rotation", "calibrated", "bytes", "bits"]
+        columns = ["name", "format", "dtype", "shape", "rotation", "calibrated", "bytes", "bits"]
         cells = [
             (
                 row.name,
                 markup.chip(row.format, style.format_color(row.format)),
+                row.dtype,
                 " × ".join(map(str, row.shape)),
                 str(row.group or "–"),
                 "yes" if row.calibrated else "",
@@ -137,21 +147,37 @@ class PackExplorer(Panel):
         ]
         self.table.value = markup.table(columns, cells)
         names = self.state.matrices(rows)
-        kept = self.layers.value if self.layers.value in names else None
         self.layers.options = names
-        self.layers.value = kept or self.state.first_to_show(rows)
-        self.say(f"{len(rows)} of {len(self.state.report.rows) if self.state.report else 0} names")
+        self.layers.value = kept if kept in names else self.state.first_to_show(rows)
+        total = len(self.state.report.rows) if self.state.report else 0
+        self.count.value = markup.status(f"{len(rows)} of {style.count(total, 'name')}")
 
     def _choose(self, _change: object) -> None:
         name = self.layers.value
-        if name is not None:
-            self.start(lambda progress: self.state.detail(name, progress), self._show_detail)
+        if name is None:
+            self._forget()
+        else:
+            self.start(lambda progress: self._read(name, progress), self._show_detail)
+
+    def _read(self, name: str, progress: Progress) -> LayerDetail:
+        try:
+            return self.state.detail(name, progress)
+        except HswqError as error:
+            if not isinstance(error, Cancelled):
+                self._forget()  # what is shown is another layer
+            raise
+
+    def _forget(self) -> None:
+        """Shows no layer."""
+        self._detail = None
+        self.detail.value = ""
+        self.figure.show(style.placeholder("choose a layer"))
 
     def _show_detail(self, detail: LayerDetail) -> None:
         self._detail = detail
         self.figure.show(detail_figure(detail))
         facts = {
-            "format": detail.format,
+            "format": detail.format if detail.marker else f"not packed, {detail.dtype}",
             "shape": " × ".join(map(str, detail.shape)),
             "rotation": detail.group or "none",
             "bytes": f"{detail.nbytes:,} ({detail.bits:.2f} bits a weight)",
@@ -163,8 +189,16 @@ class PackExplorer(Panel):
         self.detail.value = markup.facts(facts)
 
     def _show_findings(self, report: CheckReport) -> None:
-        cells = [(f.severity, f.rule, f.tensor or "", f.problem, f.fix or "") for f in report.findings]
-        listed = markup.table(["severity", "rule", "tensor", "problem", "to do"], cells) if cells else ""
+        columns = ["severity", "rule", "tensor", "problem", "found", "expected", "to do"]
+        cells = [
+            (f.severity, f.rule, f.tensor or "", f.problem, f.found or "", f.expected or "", f.fix or "")
+            for f in report.findings
+        ]
+        listed = markup.table(columns, cells) if cells else ""
         self.findings.value = markup.banner(str(report).splitlines()[-1], good=report.ok) + listed
         if self._detail is not None:
             self._show_detail(self._detail)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text):,} characters)"

@@ -55,7 +55,7 @@ class PackState:
             wanted = f"*{wanted}*"
         found = [row for row in self.report.rows if fnmatchcase(row.name, wanted)]
         keys = {
-            "name": lambda row: row.name,
+            "name": lambda row: _natural(row.name),
             "format": lambda row: (row.format, row.dtype),
             "bytes": lambda row: row.nbytes,
             "bits a weight": lambda row: row.bits,
@@ -69,10 +69,11 @@ class PackState:
         return [row.name for row in rows if len(row.shape) == 2]
 
     def first_to_show(self, rows: list[InspectRow]) -> str | None:
-        """The first packed layer among rows, which has more to show than a 16-bit one; else the first matrix."""
+        """The first packed layer among rows, which has more to show than another; else the first weight or matrix."""
         names = self.matrices(rows)
         packed = {row.name for row in rows if row.format != "16-bit"}
-        return next((name for name in names if name in packed), names[0] if names else None)
+        weights = (name for name in names if name.endswith(".weight"))
+        return next((name for name in names if name in packed), next(weights, names[0] if names else None))
 
     def detail(self, name: str, progress: Progress) -> LayerDetail:
         """One layer; compared with the source if there is one that has it."""
@@ -97,7 +98,9 @@ class PackState:
             return "not checked yet (tab “findings”)"
         layer = f"{name.removesuffix('.weight')}."
         mine = [
-            f"{f.severity}: {f.problem}" for f in self.checked.findings if (f.tensor or "").startswith(layer)
+            f"{f.severity}: {f.problem}" + (f", found: {f.found}" if f.found else "")
+            for f in self.checked.findings
+            if (f.tensor or "").startswith(layer)
         ]
         return "; ".join(mine) or "none"
 
@@ -105,3 +108,8 @@ class PackState:
         if self.checkpoint is None:
             raise HswqError("nothing is open", fix="choose a file and press Open")
         return self.checkpoint
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that puts layers.2 before layers.10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
