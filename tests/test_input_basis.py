@@ -213,3 +213,16 @@ def test_sensitivity_and_plans_know_ranks(tiny_model):
     assert set(report.plan(nvfp4=2).values()) == {"nvfp4"}
     plain = sensitivity(tiny_model, **RUN, layers=layers)
     assert plain.of("x_embedder").samples != report.of("x_embedder").samples
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.zeros(4, 64)])
+def test_a_basis_that_does_not_fit_the_layer_is_not_packed(tiny_model, wrong):
+    with pytest.raises(HswqError, match=r"qkv\.weight\.input_basis"):
+        pack(
+            tiny_model, Plan({"layers.0.attention.qkv": "nvfp4+r4"}), bases={"layers.0.attention.qkv": wrong}
+        )
+
+
+def test_bases_of_unknown_layers_are_refused(tiny_model):
+    with pytest.raises(HswqError, match=r"no such layer.*nope.*nearest"):
+        gather_bases(tiny_model, **RUN, layers=["nope"])

@@ -171,3 +171,19 @@ def test_what_is_no_plan_is_refused_with_what_to_do(tiny_model, plan):
         pack(tiny_model, plan)
     with pytest.raises(HswqError, match=r"no loaded model.*hl\.load\('model\.safetensors'\)"):
         pack("model.safetensors", Plan({"*": "nvfp4"}))
+
+
+@pytest.mark.parametrize("what", [{"activations": "a.json"}, {"moments": 3}, {"bases": "b"}])
+def test_statistics_that_are_none_are_refused_with_what_to_do(tiny_model, what):
+    with pytest.raises(HswqError, match=r"did not come from.*call "):
+        pack(tiny_model, Plan({"x_embedder": "nvfp4"}), **what)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"), [({"path": None}, "named by its path"), ({"max_shard_bytes": -1}, "size of a part")]
+)
+def test_impossible_targets(tiny_model, tmp_path, what, match):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(HswqError, match=match):
+        pack_to_file(tiny_model, **{"path": path, "plan": Plan({"x_embedder": "int8"}), **what})
+    assert not list(tmp_path.iterdir())

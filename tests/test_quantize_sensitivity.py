@@ -131,8 +131,18 @@ def test_a_layer_that_is_never_reached_has_no_impact(tiny_model):
     model = tiny_model.with_checkpoint(
         tiny_model.checkpoint.with_values({"layers.1.attention_norm1.weight": silent})
     )
-    report = sensitivity(model, **RUN, layers=["layers.1.attention.qkv"])
-    assert report.rows[0].samples == [0.0, 0.0]
+    report = sensitivity(model, **RUN, layers=["layers.1.attention.qkv"], formats=["nvfp4", "int8"])
+    assert [row.samples for row in report.rows] == [[0.0, 0.0]] * 2
+    assert report.of("layers.1.attention.qkv", "int8").output_error == 0.0
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "int8"])
+def test_a_weight_of_zeros_has_no_error(tiny_model, form):
+    name = "layers.1.attention.out"
+    zeros = torch.zeros_like(tiny_model.checkpoint[f"{name}.weight"])
+    model = tiny_model.with_checkpoint(tiny_model.checkpoint.with_values({f"{name}.weight": zeros}))
+    row = sensitivity(model, **RUN, layers=[name], formats=[form]).rows[0]
+    assert (row.impact, row.weight_error, row.output_error) == (0.0, 0.0, 0.0)
 
 
 def test_proxies_measure_the_packed_layer(tiny_model):

@@ -97,6 +97,11 @@ def test_rotated_statistics_are_refused(uneven):
         smooth(uneven, observe(uneven, **RUN))
 
 
+def test_what_is_no_report_is_refused(tiny_model):
+    with pytest.raises(HswqError, match=r"no activations.*observe\(model"):
+        smooth(tiny_model, None)
+
+
 def test_packed_models_are_refused(uneven, unrotated):
     with pytest.raises(HswqError, match="only a 16-bit model"):
         smooth(pack(uneven, Plan({"layers.*": "nvfp4"})), unrotated)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hswq_lab.arguments import path_of, whole
 from hswq_lab.checkpoint.data_file import DataFile
 from hswq_lab.checkpoint.files import INDEX_SUFFIX
 from hswq_lab.checkpoint.header import metadata_text
@@ -75,7 +76,9 @@ def write(
         HswqError: the target is a file of `source`, a name occurs twice, or the disk refuses. Nothing is left
             behind.
     """
-    target = Path(path)
+    target = path_of(path, "the file to write")
+    if max_shard_bytes is not None:
+        whole(max_shard_bytes, "the size of a part")
     if source is not None:
         for opened in source.sources:
             if opened.is_file(target):

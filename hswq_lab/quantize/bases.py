@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hswq_lab.errors import HswqError
 from hswq_lab.progress import part, silent
 from hswq_lab.quantize.activations import watching
 from hswq_lab.quantize.pairs import choose_pairs
+from hswq_lab.quantize.plan import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +77,10 @@ def gather_bases(
     pairs = choose_pairs(model, prompts, seeds)
     copy = model.on(model.device)  # a network of its own: no hook reaches the caller's
     linears = copy.linears()
-    wanted = linears if layers is None else layers
+    wanted = list(linears if layers is None else layers)
+    for layer in wanted:
+        if layer not in linears:
+            raise HswqError("the model has no such layer", tensor=layer, fix=nearest(layer, linears))
     sums = {layer: SecondMoment(linears[layer].in_features, copy.device) for layer in wanted}
     with watching(linears, sums):
         for done, (prompt, seed) in enumerate(pairs):

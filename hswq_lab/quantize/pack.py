@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -17,11 +18,12 @@ from hswq_lab.progress import part, silent
 from hswq_lab.quantize.bases import gather_bases
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.moments import gather_moments
+from hswq_lab.quantize.observe import CalibrationReport
 from hswq_lab.quantize.plan import KEPT, LayerFormat, Plan, layer_name, refuse_empty
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
     from hswq_lab.quantize.moments import LayerMoments
-    from hswq_lab.quantize.observe import CalibrationReport
 
 Scales = Literal["rtn", "four_six", "sweep", "gptq"]
 PACK_KEY = "hswq.pack"
@@ -208,6 +209,9 @@ def pack_items(
     for given, known in ((scales, get_args(Scales)), (activation_scales, METHODS)):
         if given not in known:
             raise HswqError("unknown way to find block scales", found=repr(given), expected=", ".join(known))
+    _check_origin(activations, CalibrationReport, "observe")
+    _check_origin(moments, Mapping, "gather_moments")
+    _check_origin(bases, Mapping, "gather_bases")
     tell = progress or silent
     for done, name in enumerate(checkpoint):
         tell(done, len(checkpoint), name)
@@ -237,6 +241,7 @@ def pack_items(
         if isinstance(packed, Nvfp4Weight):
             basis = _basis(bases, layer, wanted.rank) if wanted.rank else None
             packed = replace(packed, basis=basis, activation_scales=activation_scales)
+            packed.validate(tensor=name)  # the basis is the caller's
         yield name, packed
     tell(len(checkpoint), len(checkpoint), "packed")
 
@@ -251,6 +256,13 @@ def pack_metadata(checkpoint: Checkpoint, plan: Plan, scales: str) -> dict[str, 
         SCALES_KEY: again,
         PACK_KEY: json.dumps(provenance, ensure_ascii=False),
     }
+
+
+def _check_origin(given: object, kind: type, maker: str) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise HswqError(
+            f"this did not come from {maker}", found=repr(given)[:80], fix=f"call {maker}(model, …)"
+        )
 
 
 def _importance(activations: CalibrationReport | None, layer: str, wanted: LayerFormat) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -206,11 +207,18 @@ def _measured(trial: Trial, layer: str, form: str, weight: PackedWeight | None) 
         n=n,
         k=k,
         samples=trial.errors(trial.run({layer: weight})),
-        weight_error=squared / float(dense.square().sum()),
-        weight_power=squared * float(inputs.float().square().mean()),
-        output_error=wrong / float(exact.square().sum()),
-        output_variance=wrong / len(inputs),
+        weight_error=_share(squared, float(dense.square().sum())),
+        weight_power=squared * _share(float(inputs.float().square().sum()), inputs.numel()),
+        output_error=_share(wrong, float(exact.square().sum())),
+        output_variance=_share(wrong, len(inputs)),
     )
+
+
+def _share(part: float, whole: float) -> float:
+    """part / whole; 0 of nothing is 0, as for a weight of zeros, or a layer that no input reached."""
+    if whole:
+        return part / whole
+    return math.inf if part else 0.0
 
 
 def _units(model: Model, layers: Sequence[str] | None, formats: Sequence[str]) -> list[Unit]:

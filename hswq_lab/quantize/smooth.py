@@ -12,6 +12,7 @@ from hswq_lab.attachments import SMOOTH_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.model import check_model
+from hswq_lab.quantize.observe import CalibrationReport
 from hswq_lab.quantize.plan import layer_name
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from hswq_lab.model import Model
     from hswq_lab.models.zimage import ZImageConfig
-    from hswq_lab.quantize.observe import CalibrationReport
 
 LARGEST_SHIFT = 4
 
@@ -81,6 +81,12 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
         HswqError: packed layers or LoRAs, or activations that are missing or rotated.
     """
     check_model(model)
+    if not isinstance(activations, CalibrationReport):
+        raise HswqError(
+            "these are no activations",
+            found=repr(activations)[:80],
+            fix="observe(model, groups=dict.fromkeys(model.layers()))",
+        )
     if model.is_packed or model.loras:
         raise HswqError("only a 16-bit model without LoRAs can be smoothed", tensor=model.name)
     values = {name: model.checkpoint[name] for name in model.checkpoint}
