@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from test_widgets_explore import SOON, impacts  # noqa: F401  # a fixture
 
@@ -65,3 +67,29 @@ def test_an_exception_of_others_comes_with_what_to_do(shown):
 def test_a_placeholder_leaves_its_axes_a_height():
     layout = placeholder("what was measured comes here").layout
     assert layout.height - layout.margin.t - layout.margin.b > 40, "plotly fails without one"
+
+
+def test_a_second_button_does_not_throw_away_the_work_that_runs(shown, tmp_path):
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(nvfp4, progress):
+        progress(0, 1, "measuring")
+        inside.set()
+        assert go.wait(SOON)
+        shown.state.model.generate("a thing", 1, 1, progress=progress)
+        return nvfp4
+
+    shown.state.measure_plan = slow
+    shown.plan_button.click()
+    assert inside.wait(SOON)
+    shown.path.value = str(tmp_path / "x.safetensors")
+    shown.pack_button.click()
+    assert "this panel is at work" in shown.errors.value
+    go.set()
+    assert shown.wait(SOON)
+    assert "cancelled" not in shown.status.value
+    assert list(tmp_path.iterdir()) == []
+    shown.pack_button.click()
+    assert shown.wait(SOON)
+    assert shown.errors.value == ""
+    assert (tmp_path / "x.safetensors").is_file()

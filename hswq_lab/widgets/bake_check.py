@@ -153,7 +153,7 @@ class BakeCheck(Panel):
 
     def _again(self) -> None:
         prompt, seed = self.prompt.value, int(self.seed.value)
-        self.start(lambda progress: self.state.second_generation(prompt, seed, progress), self._told)
+        self.begin(lambda progress: self.state.second_generation(prompt, seed, progress), self._told)
 
     def _told(self, told: SecondGeneration) -> None:
         self.generation.value = markup.banner(str(told), good=told.passed)

@@ -79,6 +79,16 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.errors.value = ""
         self._work.request(work, self.guarded(then))
 
+    def begin(self, work: Callable[..., Any], then: Callable[[Any], None]) -> None:
+        """As `start`, for long work behind a button: a press must not throw away what another one has begun.
+
+        Raises:
+            HswqError: work runs.
+        """
+        if self._work.busy:
+            raise HswqError("this panel is at work", fix="wait for the end of it, or press Cancel first")
+        self.start(work, then)
+
     def look(self, work: Callable[..., Any], then: Callable[[Any], None]) -> None:
         """As `start`, for what only shows something that is there already: the work that runs goes on beside it."""
         self.errors.value = ""

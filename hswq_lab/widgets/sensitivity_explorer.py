@@ -112,7 +112,7 @@ class SensitivityExplorer(Panel):
 
     def _measure_impacts(self) -> None:
         seeds, steps = int(self.impact_seeds.value), int(self.impact_steps.value)
-        self.start(lambda progress: self.state.measure_impacts(seeds, steps, progress), self._impacts_known)
+        self.begin(lambda progress: self.state.measure_impacts(seeds, steps, progress), self._impacts_known)
 
     def _impacts_known(self, report: ImpactReport) -> None:
         self.cut.max = len(report.layers)  # only the layers that were measured can be chosen
@@ -158,14 +158,14 @@ class SensitivityExplorer(Panel):
 
     def _measure_plan(self) -> None:
         nvfp4 = int(self.cut.value)
-        self.start(lambda progress: self.state.measure_plan(nvfp4, progress), self._plan_known)
+        self.begin(lambda progress: self.state.measure_plan(nvfp4, progress), self._plan_known)
 
     def _plan_known(self, _report: ParetoReport) -> None:
         self._moved()
 
     def _pack(self) -> None:
         nvfp4, path = int(self.cut.value), self.path.value
-        self.start(lambda progress: self.state.pack(nvfp4, path, progress), self._packed)
+        self.begin(lambda progress: self.state.pack(nvfp4, path, progress), self._packed)
 
     def _packed(self, path: Path) -> None:
         self.say(f"written: {path} ({path.stat().st_size:,} bytes); calibrate it before mode tc")

@@ -93,7 +93,7 @@ class TrajectoryViewer(Panel):
     def compare(self) -> None:
         """Runs the comparison that the controls describe."""
         seeds, steps, cfg = int(self.seed_count.value), int(self.steps.value), float(self.cfg.value)
-        self.start(lambda progress: self.state.compare(seeds, steps, cfg, progress), self._show_report)
+        self.begin(lambda progress: self.state.compare(seeds, steps, cfg, progress), self._show_report)
 
     def result(self) -> TrajectoryReport | None:
         """The report that is shown."""
