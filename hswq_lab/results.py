@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.partial import write_whole
 
@@ -48,9 +49,9 @@ class Result:
         """Writes .json, .csv or .html (always possible), or .png, .svg, .pdf of the figure (needs a browser).
 
         Raises:
-            HswqError: an unknown suffix, or a picture is asked for where no browser can be found.
+            HswqError: no path, an unknown suffix, or a picture is asked for where no browser can be found.
         """
-        target = Path(path)
+        target = path_of(path, "a result's file")
         match target.suffix.lower():
             case ".json":
                 write_text(target, json.dumps(self.to_dict(), indent=1, allow_nan=False))

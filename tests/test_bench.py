@@ -91,6 +91,12 @@ def test_impossible_sizes_are_refused(shapes, rows, repeats):
         bench_gemm(shapes, rows, repeats=repeats)
 
 
+@pytest.mark.parametrize(("shape", "m"), [((99_999_999, 99_999_999), 1), ((32, 64), 10**30)])
+def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(shape, m):
+    with pytest.raises(HswqError, match="does not fit into memory"):
+        bench_gemm([shape], [m], progress=pytest.fail)
+
+
 def test_a_benchmark_can_be_stopped_before_every_call():
     ticks = []
 

@@ -28,6 +28,7 @@ from hswq_lab.plots import (
     pareto_figure,
     ranges_figure,
     retention_figure,
+    roofline_figure,
     style,
 )
 from hswq_lab.plots.pack import place_of
@@ -358,6 +359,25 @@ def test_products_have_a_panel_a_size_and_the_roofline_of_the_peer():
     roofs = [item for item in figure.data if item.name == "roofline in bfloat16"]
     assert [roof.y for roof in roofs] == [(4.0,), (4.0,)]
     assert "6 calls fell back" in figure.layout.title.subtitle.text
+
+
+def test_every_symbol_has_its_word_and_no_two_packages_look_alike():
+    rows = [
+        GemmRow("w4a16", WHOLE, backend, m, 64, 32, 1e-3, 2.0, 1.0, 0.5, 1.0, 0.0)
+        for backend in ("torch", "cuda", "comfy-kitchen", "humming") for m in (1, 2, 3, 4, 5)
+    ]  # fmt: skip
+    report = GemmBench({"name": "here"}, Roofline(1e9, 1e12, "bfloat16"), "bfloat16", 3, rows)
+    bars = [bar for bar in figure_of(report).data if bar.type == "bar" and bar.showlegend]
+    assert len({bar.marker.pattern.shape for bar in bars}) == 3, "ours plain, the others apart"
+    points = {item.name: item.marker.symbol for item in roofline_figure(report).data}
+    assert [points[f"M = {m}"] for m in (1, 2)] == list(points["w4a16 (cuda)"][:2])
+    assert points["w4a16 (comfy-kitchen)"] != points["w4a16 (humming)"]
+
+
+def test_the_right_column_of_an_odd_number_of_panels_has_its_labels():
+    rows = [GemmRow("w4a16", WHOLE, "cpu", m, 64, 32, 1e-3, 2.0, 1.0, 0.5, 1.0, 0.0) for m in range(1, 6)]
+    figure = figure_of(GemmBench({"name": "here"}, Roofline(1e9, 1e12, "fp32"), "float32", 3, rows))
+    assert figure.layout.xaxis4.showticklabels, "the last one on the right"
 
 
 def test_a_picture_bench_is_a_bar_a_model():

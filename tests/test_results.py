@@ -155,3 +155,9 @@ def test_browser_path_wins(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<svg"), (".pdf", b"%PDF")])
 def test_pictures_with_a_browser(tmp_path, suffix, start):
     assert TOY.save(tmp_path / f"toy{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("path", [5, None, ""])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(HswqError, match="named by its path"):
+        TOY.save(path)

@@ -219,13 +219,17 @@ def test_sizes_are_read_as_people_type_them():
         assert parse_rows(rows)
 
 
-@pytest.mark.parametrize("text", ["", "768", "768×", "a×b", "1.5×2", "768×256;1×1"])
+def test_a_cross_may_be_a_capital():
+    assert parse_shapes("32X64") == [(32, 64)]
+
+
+@pytest.mark.parametrize("text", ["", "768", "768×", "a×b", "1.5×2", "768×256;1×1", "9" * 5000 + "×1"])
 def test_what_is_no_shape_is_refused(text):
     with pytest.raises(HswqError, match="no shapes"):
         parse_shapes(text)
 
 
-@pytest.mark.parametrize("text", ["", "1,", "-1", "x"])
+@pytest.mark.parametrize("text", ["", "1,", "-1", "x", "9" * 5000])
 def test_what_is_no_row_is_refused(text):
     with pytest.raises(HswqError, match="no numbers of rows"):
         parse_rows(text)

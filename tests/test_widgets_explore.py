@@ -322,6 +322,18 @@ def test_findings_say_what_was_found_and_can_be_exported(tmp_path):
     assert json.loads(shown.export("json").read_text())["result"] == "CheckReport"
 
 
+def test_choosing_a_layer_does_not_end_a_check(tmp_path):
+    weights = {f"{name}.weight": torch.randn(16, 16) for name in "ab"}
+    path = Checkpoint.from_mapping(weights).save(tmp_path / "x.safetensors")
+    shown = PackExplorer(path)
+    assert shown.wait(SOON)
+    shown.check_button.click()
+    shown.layers.value = "b.weight"
+    assert shown.wait(SOON)
+    assert shown.state.checked.ok
+    assert shown.result().name == "b.weight"
+
+
 def test_names_are_ordered_as_people_count():
     names = [f"layers.{n}.a.weight" for n in (1, 10, 2)]
     state = PackState()

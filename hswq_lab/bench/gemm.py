@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hswq_lab import ops
 from hswq_lab.arguments import device_of, whole
-from hswq_lab.bench.machine import Roofline, describe, measure_roofline
+from hswq_lab.bench.machine import Roofline, describe, measure_roofline, memory_of
 from hswq_lab.bench.timing import seconds_per_call
 from hswq_lab.errors import HswqError
 from hswq_lab.formats.rotation import group_for
@@ -131,7 +131,7 @@ def bench_gemm(
         progress: told before every call, so that it can cancel at once; a unit is one (M, N, K).
 
     Raises:
-        HswqError: a back end that cannot be used here, or impossible shapes.
+        HswqError: a back end that cannot be used here, impossible shapes, or more than the memory holds.
     """
     device = device_of(device)
     on_card = device.type == "cuda"
@@ -145,6 +145,8 @@ def bench_gemm(
     tell = progress or silent
     found: list[GemmRow] = []
     cases = [(m, n, k) for n, k in shapes for m in rows]
+    for case in cases:
+        _check_room(*case, device)
     limits = partial(tell, 0, len(cases), "what the machine can do")
     roofline = measure_roofline(device, dtype, limits)
     for done, (m, n, k) in enumerate(cases):
@@ -152,6 +154,21 @@ def bench_gemm(
         found += _measure(m, n, k, device, dtype, backends, repeats, roofline, between)
     tell(len(cases), len(cases), "done")
     return GemmBench(describe(device), roofline, str(dtype).removeprefix("torch."), repeats, found)
+
+
+def _check_room(m: int, n: int, k: int, device: torch.device) -> None:
+    """Refuses what cannot fit: a system that promises memory and lacks it ends the whole process."""
+    needed, there = (
+        4 * (m * k + n * k + 2 * m * n),
+        memory_of(device),
+    )  # in fp32, which the exact product needs
+    if needed > there:
+        raise HswqError(
+            "this product does not fit into memory",
+            found=f"M × N × K = {m:,} × {n:,} × {k:,}: at least {needed / 1e9:,.1f} GB",
+            expected=f"at most the {there / 1e9:,.1f} GB of {device}",
+            fix="take smaller sizes",
+        )
 
 
 def _measure(

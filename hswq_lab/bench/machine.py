@@ -54,6 +54,13 @@ def measure_roofline(
     return Roofline(2 * source.numel() / copy, 2 * side**3 / product, str(dtype).removeprefix("torch."))
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory of a card, or of the whole machine for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def describe(device: torch.device) -> dict[str, str]:
     """Device, versions and threads: what a stored result is compared by."""
     if device.type == "cuda":

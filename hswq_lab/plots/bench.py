@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -12,7 +13,7 @@ from hswq_lab import ops
 from hswq_lab.plots import style
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hswq_lab.bench import GemmBench, GemmRow, ModelBench
 
@@ -26,6 +27,7 @@ OP_COLORS = {
 
 
 OURS = {"torch", *ops.backends()}  # other packages are hatched, or open
+_HATCHES = ("/", "\\", "x", "-")
 _ONE_COLUMN = 3  # so many panels at most stand in one column
 _NO_FALLBACKS = {True: "no fallbacks", False: "fallbacks not counted"}
 
@@ -60,23 +62,31 @@ def gemm_figure(report: GemmBench) -> go.Figure:
         height=210 * lines + 190,
     )
     style.name_panels(figure)
+    hatches = dict(zip(others(report.rows), cycle(_HATCHES), strict=False))
     ways = list(dict.fromkeys((row.op, row.stage, row.backend) for row in report.rows))
     for place, m in enumerate(sizes):
         at = {"row": place // columns + 1, "col": place % columns + 1}
         here = [row for row in report.rows if row.m == m]
         for way in ways:
             rows = [row for row in here if (row.op, row.stage, row.backend) == way]
-            figure.add_trace(_products(rows, way, show=place == 0), **at)
+            figure.add_trace(_products(rows, way, hatches.get(way[2], ""), show=place == 0), **at)
         figure.add_trace(_roofline(here, report, show=place == 0), **at)
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title="TFLOP/s", col=1)
     figure.update_xaxes(title="N × K", row=lines)
+    if len(sizes) < lines * columns:  # nothing stands below the last panel of the right column
+        figure.update_xaxes(title="N × K", showticklabels=True, row=lines - 1, col=columns)
     figure.update_layout(barmode="group", bargap=0.2, bargroupgap=0.05)
     style.legend_below(figure)
     return figure
 
 
-def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], *, show: bool) -> go.Bar:
+def others(rows: Iterable[GemmRow]) -> list[str]:
+    """Other packages among the back ends, in order."""
+    return [name for name in dict.fromkeys(row.backend for row in rows) if name not in OURS]
+
+
+def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], hatch: str, *, show: bool) -> go.Bar:
     op, stage, backend = way
     color = OP_COLORS.get(op, style.GREY)
     alone = stage == "product alone"
@@ -88,7 +98,7 @@ def _products(rows: Sequence[GemmRow], way: tuple[str, str, str], *, show: bool)
         y=style.numbers(row.tflops for row in rows),
         marker={
             "color": style.translucent(color, 0.45) if alone else color,
-            "pattern": {"shape": "" if backend in OURS else "/"},
+            "pattern": {"shape": hatch},
         },
         customdata=[
             [f"{row.seconds * 1e6:,.1f}", f"{row.speedup:.2f}", f"{100 * row.of_roofline:.0f}", row.fallbacks]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
 
 from hswq_lab.plots import style
-from hswq_lab.plots.bench import OP_COLORS, OURS
+from hswq_lab.plots.bench import OP_COLORS, others
 
 if TYPE_CHECKING:
     from hswq_lab.bench import GemmBench, GemmRow
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "pentagon", "x")
+_OTHERS = ("-open", "-open-dot")  # other packages' points
 
 
 def roofline_figure(report: GemmBench) -> go.Figure:
@@ -30,9 +32,12 @@ def roofline_figure(report: GemmBench) -> go.Figure:
     )
     sizes = sorted({row.m for row in report.rows})
     symbols = {m: _SYMBOLS[place % len(_SYMBOLS)] for place, m in enumerate(sizes)}
+    marks = dict(zip(others(report.rows), cycle(_OTHERS), strict=False))
     for op, stage, backend in dict.fromkeys((row.op, row.stage, row.backend) for row in report.rows):
         rows = [row for row in report.rows if (row.op, row.stage, row.backend) == (op, stage, backend)]
-        figure.add_trace(_points(rows, symbols))
+        figure.add_trace(_points(rows, symbols, marks.get(backend, "")))
+    for m, symbol in symbols.items():
+        figure.add_trace(_key(m, symbol))
     figure.add_trace(_roof(report))
     figure.update_xaxes(type="log", title="operations a byte of least traffic", exponentformat="power")
     figure.update_yaxes(type="log", title="TFLOP/s", exponentformat="power")
@@ -45,7 +50,13 @@ def intensity(row: GemmRow) -> float:
     return row.tflops * 1e12 / (row.gb_per_s * 1e9)
 
 
-def _points(rows: list[GemmRow], symbols: dict[int, str]) -> go.Scatter:
+def _key(m: int, symbol: str) -> go.Scatter:
+    """The legend's word on a symbol."""
+    marker = {"symbol": symbol, "color": style.SOFT, "size": 10}
+    return go.Scatter(name=f"M = {m}", mode="markers", x=[None], y=[None], marker=marker)
+
+
+def _points(rows: list[GemmRow], symbols: dict[int, str], mark: str) -> go.Scatter:
     first = rows[0]
     color, alone = OP_COLORS.get(first.op, style.GREY), first.stage == "product alone"
     return go.Scatter(
@@ -56,7 +67,7 @@ def _points(rows: list[GemmRow], symbols: dict[int, str]) -> go.Scatter:
         marker={
             "color": style.translucent(color, 0.45) if alone else color,
             "size": 10,
-            "symbol": [symbols[row.m] + ("" if row.backend in OURS else "-open") for row in rows],
+            "symbol": [symbols[row.m] + mark for row in rows],
             "line": {"color": color, "width": 1.2},
         },
         customdata=[

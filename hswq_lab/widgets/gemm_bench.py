@@ -129,7 +129,7 @@ class GemmBench(Panel):
 
     def load(self, where: str) -> None:
         """Loads a stored result or a folder of them."""
-        self.errors.value = ""
+        self.errors.value = self.status.value = ""
         names = self.state.load(where)
         self._refresh(next((name for name in names if name in self.state.products), names[0]))
         self.say(f"loaded: {', '.join(names)}")
@@ -236,10 +236,10 @@ def _times(products: bench.GemmBench) -> str:
             row.backend,
             round(row.seconds * 1e6, 1),
             float(f"{row.tflops:.3g}"),
-            round(row.speedup, 2),
+            float(f"{row.speedup:.3g}"),
             round(100 * row.of_roofline),
             _cell(row.error),
-            row.fallbacks,
+            row.fallbacks if products.repeats else "not counted",
         )
         for row in products.rows
     ]

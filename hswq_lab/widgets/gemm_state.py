@@ -147,7 +147,7 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     Raises:
         HswqError: something else.
     """
-    pairs = [re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", part.strip()) for part in text.split(",")]
+    pairs = [re.fullmatch(r"(\d{1,9})\s*[xX×*]\s*(\d{1,9})", part.strip()) for part in text.split(",")]
     if not all(pairs):
         raise HswqError(
             "these are no shapes", found=text, expected="N×K, N×K, … for example 768×256, 256×768"
@@ -162,6 +162,6 @@ def parse_rows(text: str) -> list[int]:
         HswqError: something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(re.fullmatch(r"\d{1,9}", part) for part in parts):
         raise HswqError("these are no numbers of rows", found=text, expected="M, M, … for example 1, 16, 192")
     return [int(part) for part in parts]

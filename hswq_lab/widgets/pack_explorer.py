@@ -157,7 +157,7 @@ class PackExplorer(Panel):
         if name is None:
             self._forget()
         else:
-            self.start(lambda progress: self._read(name, progress), self._show_detail)
+            self.look(lambda progress: self._read(name, progress), self._show_detail)
 
     def _read(self, name: str, progress: Progress) -> LayerDetail:
         try:
