@@ -208,7 +208,7 @@ def _measured(trial: Trial, layer: str, form: str, weight: PackedWeight | None) 
         k=k,
         samples=trial.errors(trial.run({layer: weight})),
         weight_error=_share(squared, float(dense.square().sum())),
-        weight_power=squared * _share(float(inputs.float().square().sum()), inputs.numel()),
+        weight_power=squared * float(inputs.float().square().mean()) if len(inputs) else 0.0,
         output_error=_share(wrong, float(exact.square().sum())),
         output_variance=_share(wrong, len(inputs)),
     )
