@@ -45,18 +45,24 @@ def gather(
         The results in the order of the units, whatever order they ended in.
 
     Raises:
-        HswqError: a pool's worker died (a Dask cluster starts the unit again elsewhere instead).
+        HswqError: the executor is shut down, or a pool's worker died (a Dask cluster starts the unit again
+            elsewhere instead).
         Exception: whatever a unit raised; the others are cancelled.
     """
     tell = progress or silent
     futures: list[Future[T]] = []
     try:
-        futures += [executor.submit(work, *unit) for unit in units]
+        futures.extend(_submitted(executor, work, unit) for unit in units)
         names = dict(zip(futures, labels, strict=True))
         pending, label = set(futures), "waiting for the first worker"
         while pending:
             tell(len(futures) - len(pending), len(futures), label)
             ended, pending = wait(pending, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
+            # A pool that is shut down cancels what it has not begun and tells nobody who waits.
+            if any(future.cancelled() for future in (*ended, *pending)):
+                raise HswqError(
+                    "the executor was shut down before all was done", found=f"{label} was the last"
+                )
             for future in ended:
                 result = future.result()
                 label = names[future]
@@ -73,6 +79,17 @@ def gather(
     finally:
         for future in futures:
             future.cancel()
+
+
+def _submitted(executor: Executor, work: Callable[..., T], unit: tuple[Any, ...]) -> Future[T]:
+    try:
+        return executor.submit(work, *unit)
+    except BrokenExecutor:
+        raise
+    except RuntimeError as error:
+        raise HswqError(
+            "the executor takes no work", found=error, fix="give one that is not shut down"
+        ) from error
 
 
 def local_pool(workers: int | None = None, device: str | torch.device = "cpu") -> ProcessPoolExecutor:

@@ -78,6 +78,27 @@ def test_a_pool_whose_worker_dies_says_so():
         gather(pool, die, [(1,)], ["x"])
 
 
+def test_an_executor_that_is_shut_down_says_so():
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(HswqError, match="takes no work"):
+        gather(pool, slow_first, [(1,)], ["x"])
+
+
+def test_an_executor_that_is_shut_down_midway_is_not_waited_for():
+    gate = threading.Event()
+    pool = ThreadPoolExecutor(1)
+
+    def shut(done, total, label):
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    try:
+        with pytest.raises(HswqError, match="shut down before all was done"):
+            gather(pool, lambda: gate.wait(10), [()] * 3, ["a", "b", "c"], shut)
+    finally:
+        gate.set()
+
+
 def visible_card(_):
     time.sleep(0.2)  # so that no worker takes two
     return os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()

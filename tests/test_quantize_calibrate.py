@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,6 +148,18 @@ def test_headroom_multiplies_and_must_be_positive(tiny_model, hybrid):
     for headroom in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(HswqError, match="headroom"):
             with_input_scales(hybrid, report, headroom)
+
+
+@pytest.mark.parametrize("headroom", [1e-44, 1e300])
+def test_a_headroom_beyond_fp32_is_refused(tiny_model, hybrid, headroom):
+    report = observe_for(hybrid, tiny_model, **RUN)
+    with pytest.raises(HswqError, match=r"no input_scale that fp32 can hold.*layers\.0"):
+        with_input_scales(hybrid, report, headroom)
+
+
+def test_a_headroom_of_numpy_is_written_as_a_number(tiny_model, hybrid):
+    wide = with_input_scales(hybrid, observe_for(hybrid, tiny_model, **RUN), np.float32(1.5))
+    assert json.loads(wide.checkpoint.metadata["hswq.calibration"])["headroom"] == 1.5
 
 
 def test_a_layer_with_zero_inputs_gets_no_key_and_is_listed(tiny_model):

@@ -242,3 +242,9 @@ def test_what_is_no_model_is_refused(tiny_model):
         compare(tiny_model, {"tc": "pack"})
     with pytest.raises(HswqError, match="models have names"):
         compare(tiny_model, tiny_model)
+
+
+@pytest.mark.parametrize("prompts", [3, {"a", "b"}])
+def test_prompts_that_are_no_list_are_refused(tiny_model, prompts):
+    with pytest.raises(HswqError, match="prompts are a text or a list"):
+        compare(tiny_model, {"same": tiny_model}, [1, 2], prompts, steps=1)

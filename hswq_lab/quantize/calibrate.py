@@ -112,7 +112,7 @@ def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 
         HswqError: the headroom is not a positive number, or a layer was observed in another basis than it is
             stored in.
     """
-    positive(headroom, "the headroom")
+    headroom = positive(headroom, "the headroom")
     needed = {row.layer: row for row in report.rows}
     values = {}
     for layer, entry in _nvfp4_entries(pack).items():
@@ -132,6 +132,10 @@ def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 
             if row is None or row.needed is None
             else torch.tensor(row.needed, dtype=torch.float32) * headroom
         )
+        if scale is not None and not 0 < float(scale) < float("inf"):
+            raise HswqError(
+                "the headroom leaves no input_scale that fp32 can hold", tensor=layer, found=f"{headroom:g}"
+            )
         values[f"{layer}.weight"] = weight.with_input_scale(scale)
     checkpoint = pack.checkpoint.with_values(values, {CALIBRATION_KEY: _provenance(pack, report, headroom)})
     return pack.with_checkpoint(checkpoint)

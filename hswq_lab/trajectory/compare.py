@@ -146,6 +146,8 @@ def pair(
         given: list[Prompt] = list(own[: len(seeds)] if len(own) > len(seeds) else own)
     elif isinstance(prompts, (str, Tensor)):
         given = [prompts]
+    elif not isinstance(prompts, Sequence):
+        raise HswqError("prompts are a text or a list", found=repr(prompts)[:80], expected='["one", "two"]')
     else:
         given = list(prompts)
     if len(given) == 1:
