@@ -14,7 +14,7 @@ from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.layers import LabLinear, make_linear
-from hswq_lab.models.zimage import ZImage, ZImageConfig
+from hswq_lab.models.architecture import Architecture
 from hswq_lab.modes import Resolved
 
 
@@ -107,11 +107,11 @@ class Parts:
         return value if isinstance(value, PackedWeight) else value.to(self.dtype)
 
 
-def build_network(config: ZImageConfig, parts: Parts, resolve: Callable[[str], Resolved]) -> ZImage:
+def build_network(architecture: Architecture, parts: Parts, resolve: Callable[[str], Resolved]) -> nn.Module:
     """The network, with a `LabLinear` for every Linear.
 
     Args:
-        config: the sizes.
+        architecture: its family and sizes.
         parts: where the weights come from.
         resolve: the mode of a layer, by name.
 
@@ -135,7 +135,7 @@ def build_network(config: ZImageConfig, parts: Parts, resolve: Callable[[str], R
         made.branches = parts.attachments.branches(layer, parts.device, parts.dtype, bias_value)
         return made
 
-    network = ZImage(config, linear)
+    network = architecture.network(linear)
     try:
         network.load_state_dict({name: parts.other(name) for name in network.state_dict()}, assign=True)
     except RuntimeError as error:  # torch's way to say that a shape differs

@@ -13,13 +13,12 @@ from hswq_lab.arguments import device_of, path_of
 from hswq_lab.attachments import Attachment
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.checkpoint.baked import LORAS_KEY, SEEDS_KEY, baked_seeds
-from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.checkpoint.slots import located
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion
+from hswq_lab.models.families import architecture_of
 from hswq_lab.models.mini import mini_companion
-from hswq_lab.models.zimage import MINI
 from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Uncalibrated
 from hswq_lab.packing import layer_seed
 from hswq_lab.progress import Progress
@@ -90,12 +89,11 @@ def load(
 def companion_for(checkpoint: Checkpoint) -> Companion | None:
     """Text encoder and codec of a checkpoint, if the package has them.
 
-    Known by the metadata that our packs carry, else by the mini model's unmistakable sizes.
+    Known by the metadata that our packs carry, else by the network's sizes.
     """
-    is_mini = checkpoint.metadata.get(MODEL_KEY) == MINI_NAME
-    if not is_mini and config_of(checkpoint.shapes(), checkpoint.path) != MINI:
-        return None
-    return mini_companion()
+    if checkpoint.metadata.get(MODEL_KEY) == MINI_NAME:
+        return mini_companion()
+    return architecture_of(checkpoint.shapes(), checkpoint.path).companion()
 
 
 def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hswq_lab import ops
 from hswq_lab.arguments import activation_dtype, device_of, finite
@@ -16,15 +16,15 @@ from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
 from hswq_lab.attachments import Attachment, Attachments, Way
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_in_words
-from hswq_lab.checkpoint.completeness import config_of
 from hswq_lab.declared import check_checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.layers import LabLinear
 from hswq_lab.lora import BakeReport, LoraFile
 from hswq_lab.lora.file import check_lora
+from hswq_lab.models.architecture import linear_layers
 from hswq_lab.models.companion import Companion
-from hswq_lab.models.zimage import ZImage, linear_layers
+from hswq_lab.models.families import architecture_of
 from hswq_lab.modes import Fp8Weights, ModeRequest, Requested, Resolved, Uncalibrated, resolve
 from hswq_lab.pictures import PictureMaker
 from hswq_lab.progress import Progress
@@ -91,10 +91,10 @@ class Model(PictureMaker):
         self.device = device_of(device)
         self.dtype = activation_dtype(dtype)
         self.request = request or ModeRequest()
-        self.config = config_of(checkpoint.shapes(), checkpoint.path)
+        self.config = architecture_of(checkpoint.shapes(), checkpoint.path)
         self._attachments = Attachments(checkpoint, self.layers(), attachments)
         self._shared = shared or SharedWeights()
-        self._network: ZImage | None = None
+        self._network: nn.Module | None = None
         self._fresh: list[PackedWeight] = []  # baked for the evidence, and wanted by the network to come
         self._lock = threading.RLock()
         for layer in self.layers():
@@ -232,7 +232,7 @@ class Model(PictureMaker):
 
     # -- the network -----------------------------------------------------------------------------------------
 
-    def network(self) -> ZImage:
+    def network(self) -> nn.Module:
         """The network, built now if it is not there. Its Linears are `hswq_lab.layers.LabLinear`s."""
         with self._lock:
             if self._network is None:
@@ -248,7 +248,7 @@ class Model(PictureMaker):
         with self._lock:
             self._network, self._fresh = None, []
 
-    def _build(self) -> ZImage:
+    def _build(self) -> nn.Module:
         network = build_network(self.config, self._parts(self._attachments), self._resolve)
         self._fresh = []
         return network

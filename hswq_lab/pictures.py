@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hswq_lab.arguments import finite, whole
 from hswq_lab.errors import HswqError
+from hswq_lab.models.architecture import Architecture
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
-from hswq_lab.models.zimage import PATCH, ZImage, ZImageConfig
 from hswq_lab.modes import ModeRequest
 from hswq_lab.progress import Progress, silent
 
@@ -22,13 +22,13 @@ class PictureMaker:
 
     name: str
     companion: Companion | None
-    config: ZImageConfig
+    config: Architecture
     device: torch.device
     dtype: torch.dtype
     request: ModeRequest
     _lock: threading.RLock
 
-    def network(self) -> ZImage:
+    def network(self) -> nn.Module:
         """The network, built now if it is not there."""
         raise NotImplementedError
 
@@ -87,8 +87,8 @@ class PictureMaker:
             seed: of the starting noise.
             steps: Euler steps.
             cfg: guidance scale; 1 means none.
-            shift: noise shift; the companion's default, else 3.
-            size: (height, width) in pixels; the companion's default, else (1024, 1024).
+            shift: noise shift; the companion's default, else the family's.
+            size: (height, width) in pixels; the companion's default, else the family's.
             negative: what guidance leads away from; text or features.
             callback: sees each step after it was made.
             progress: told after each step.
@@ -133,13 +133,13 @@ class PictureMaker:
 
     @property
     def default_shift(self) -> float:
-        """The noise shift of a run that asks for none: the companion's, else 3."""
-        return self.companion.shift if self.companion else 3.0
+        """The noise shift of a run that asks for none: the companion's, else the family's."""
+        return self.companion.shift if self.companion else self.config.shift
 
     @property
     def default_size(self) -> tuple[int, int]:
-        """(height, width) in pixels of a run that asks for none: the companion's, else 1024 each."""
-        return self.companion.size if self.companion else (1024, 1024)
+        """(height, width) in pixels of a run that asks for none: the companion's, else the family's."""
+        return self.companion.size if self.companion else self.config.picture_size
 
     def latent_shape(self, size: tuple[int, int]) -> tuple[int, int, int]:
         """(channels, height, width) of the latent of a picture of this size in pixels.
@@ -147,15 +147,15 @@ class PictureMaker:
         Raises:
             HswqError: a side is not a multiple of the smallest token.
         """
-        cell = self.companion.pixels_per_latent if self.companion else 8
-        step = cell * PATCH
+        cell = self.companion.pixels_per_latent if self.companion else self.config.pixels_per_latent
+        step = cell * self.config.token
         if not _is_pair(size) or any(side <= 0 or side % step for side in size):
             raise HswqError(
                 "the size does not fit the model",
                 found=size,
                 expected=f"(height, width), multiples of {step} pixels",
             )
-        return (self.config.in_channels, size[0] // cell, size[1] // cell)
+        return (self.config.latent_channels, size[0] // cell, size[1] // cell)
 
 
 def _is_pair(size: object) -> bool:

@@ -93,7 +93,7 @@ def test_replay_saves_work_in_front_of_the_change(tiny_model):
 
 def test_replay_keeps_within_its_limit(tiny_model, monkeypatch):
     trial = Trial(tiny_model, SETTINGS)
-    trial._replay = Replay(tiny_model.on("cpu").network(), limit=100_000)
+    trial._replay = Replay(tiny_model.on("cpu").network(), tiny_model.config.stages(), limit=100_000)
     tight = Trial(tiny_model, SETTINGS)
     monkeypatch.setattr(tight._replay, "_limit", 100_000)
     weight = tight.packed("layers.1.feed_forward.w2", "nvfp4")

@@ -9,7 +9,6 @@ from hswq_lab.errors import HswqError
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.models.zimage import linear_layers
 from hswq_lab.quantize import Plan, observe, pack, smooth
-from hswq_lab.quantize.smooth import sites
 
 RUN = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 2}
 
@@ -46,7 +45,7 @@ def test_something_changes_at_every_kind_of_site(uneven, unrotated):
     changed = {
         name for name, value in smoothed.checkpoint.items() if not torch.equal(value, uneven.checkpoint[name])
     }
-    for site in sites(uneven.config):
+    for site in uneven.config.sites():
         if site.linears[0].startswith("layers."):
             assert site.source in changed, site
             assert {f"{layer}.weight" for layer in site.linears} <= changed, site
@@ -55,11 +54,11 @@ def test_something_changes_at_every_kind_of_site(uneven, unrotated):
 
 def test_sites_name_layers_of_the_network(tiny_model):
     layers = set(linear_layers(tiny_model.config))
-    named = [layer for site in sites(tiny_model.config) for layer in site.linears]
+    named = [layer for site in tiny_model.config.sites() for layer in site.linears]
     assert set(named) <= layers
     assert len(named) == len(set(named))
     assert len(layers - set(named)) == 7  # x_embedder, two of the time embedder, four of adaLN
-    assert all(site.source in tiny_model.checkpoint for site in sites(tiny_model.config))
+    assert all(site.source in tiny_model.checkpoint for site in tiny_model.config.sites())
 
 
 def test_factors_are_powers_of_two(uneven, unrotated):

@@ -9,36 +9,10 @@ import torch
 
 from hswq_lab.checkpoint.findings import Finding
 from hswq_lab.errors import HswqError
-from hswq_lab.models.foreign import what_it_is
-from hswq_lab.models.zimage import ZImage
-from hswq_lab.models.zimage_config import ZImageConfig
+from hswq_lab.models.families import architecture_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
-
-
-def config_of(shapes: Mapping[str, tuple[int, ...]], file: Path | None = None) -> ZImageConfig:
-    """The sizes of the Z-Image network whose parameters these are.
-
-    Args:
-        shapes: native name → shape.
-        file: for messages.
-
-    Raises:
-        HswqError: it is none; what it looks like is said where names tell.
-    """
-    try:
-        return ZImageConfig.from_shapes(shapes)
-    except HswqError as error:
-        kind = what_it_is(shapes)
-        if kind is not None:
-            raise HswqError(
-                f"this is {kind}, not a Z-Image checkpoint", file=file, found=", ".join(list(shapes)[:2])
-            ) from error
-        raise HswqError(
-            error.problem, file=file, tensor=error.tensor, found=error.found, expected=error.expected
-        ) from error
 
 
 def completeness(shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
@@ -48,12 +22,12 @@ def completeness(shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
         shapes: native name → shape.
     """
     try:
-        config = config_of(shapes)
+        architecture = architecture_of(shapes)
     except HswqError as error:
         problem = "not a model that is known here, so nobody can tell whether something is missing"
         return [Finding("info", "family", problem, error.tensor, error.problem)]
     with torch.device("meta"):
-        wanted = {name: tuple(value.shape) for name, value in ZImage(config).state_dict().items()}
+        wanted = {name: tuple(value.shape) for name, value in architecture.network().state_dict().items()}
     findings = []
     for name, shape in wanted.items():
         found = shapes.get(name)

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from hswq_lab.models.zimage import ZImage
+    from hswq_lab.models.architecture import Track
 
 REPLAY_BYTES = 4 * 2**30
 """Outputs kept for replaying; stages beyond this are computed again."""
-
-TIME, IMAGE, CAPTION, JOINT = "time", "image", "caption", "joint"
 
 
 class Replay:
@@ -26,32 +24,28 @@ class Replay:
 
     Args:
         network: a network of one's own; its stages are wrapped in place.
+        stages: from its `Architecture.stages`.
         limit: bytes to keep at most.
     """
 
-    def __init__(self, network: ZImage, limit: int = REPLAY_BYTES) -> None:
+    def __init__(self, network: nn.Module, stages: Mapping[str, Track], limit: int = REPLAY_BYTES) -> None:
         self._limit = limit
-        self._places: dict[str, tuple[str, int]] = {}
+        self._places = {name: (track, place) for place, (name, track) in enumerate(stages.items())}
         self._reference: dict[tuple[object, ...], Tensor] = {}
         self._own: dict[tuple[object, ...], Tensor] = {}
         self._recording = False
-        self._changed: list[tuple[str, int]] = []
+        self._changed: list[tuple[Track, int] | None] = []
         self._step = 0
         self._batch = 0
-        network.add_module("t_embedder", self._stage(network.t_embedder, "t_embedder", TIME))
-        network.add_module("x_embedder", self._stage(network.x_embedder, "x_embedder", IMAGE))
-        self._wrap(network.noise_refiner, "noise_refiner", IMAGE)
-        network.add_module("cap_embedder", self._stage(network.cap_embedder, "cap_embedder", CAPTION))
-        self._wrap(network.context_refiner, "context_refiner", CAPTION)
-        self._wrap(network.layers, "layers", JOINT)
+        for name in stages:
+            owner, _, attribute = name.rpartition(".")
+            network.get_submodule(owner).add_module(attribute, Stage(network.get_submodule(name), name, self))
 
     def begin(self, changed: Iterable[str], *, recording: bool = False) -> None:
         """Starts a run in which these layers differ from the reference; recording makes it the reference."""
         self._recording = recording
         self._own = {}
-        self._changed = [
-            self._places[stage] for stage in map(self._stage_of, changed) if stage in self._places
-        ]
+        self._changed = [self._place_of(layer) for layer in changed]
         if recording:
             self._reference = {}
 
@@ -62,8 +56,8 @@ class Replay:
     def fetch(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """The output of a stage, remembered or computed."""
         track, _ = self._places[name]
-        key: tuple[object, ...] = (name, self._batch, self._step if track == TIME else 0)
-        if self._step and track in (IMAGE, JOINT):
+        key: tuple[object, ...] = (name, self._batch, self._step if track == "time" else 0)
+        if self._step and track in ("image", "joint"):
             return compute()
         store = self._own if self._recording is False and self._is_behind_a_change(name) else self._reference
         if key not in store:
@@ -74,9 +68,9 @@ class Replay:
         return store[key]
 
     def _keep(
-        self, store: dict[tuple[object, ...], Tensor], key: tuple[object, ...], value: Tensor, track: str
+        self, store: dict[tuple[object, ...], Tensor], key: tuple[object, ...], value: Tensor, track: Track
     ) -> None:
-        if store is self._own and track != CAPTION:
+        if store is self._own and track != "caption":
             return  # within one run nothing else comes twice
         if sum(kept.nbytes for kept in store.values()) + value.nbytes <= self._limit:
             store[key] = value
@@ -84,18 +78,9 @@ class Replay:
     def _is_behind_a_change(self, name: str) -> bool:
         return any(_depends(self._places[name], changed) for changed in self._changed)
 
-    def _stage_of(self, layer: str) -> str:
-        head, _, rest = layer.partition(".")
-        number = rest.partition(".")[0]
-        return f"{head}.{number}" if f"{head}.{number}" in self._places else head
-
-    def _wrap(self, stack: nn.ModuleList, name: str, track: str) -> None:
-        for number, block in enumerate(stack):
-            stack[number] = self._stage(block, f"{name}.{number}", track)
-
-    def _stage(self, inner: nn.Module, name: str, track: str) -> Stage:
-        self._places[name] = (track, len(self._places))
-        return Stage(inner, name, self)
+    def _place_of(self, layer: str) -> tuple[Track, int] | None:
+        inside = (place for stage, place in self._places.items() if f"{layer}.".startswith(f"{stage}."))
+        return next(inside, None)
 
 
 class Stage(nn.Module):
@@ -112,9 +97,11 @@ class Stage(nn.Module):
         return self._replay.fetch(self.name, lambda: cast("Tensor", self.inner(*args)))
 
 
-def _depends(stage: tuple[str, int], changed: tuple[str, int]) -> bool:
-    """Whether a stage (track, place in order) sees the output of a changed one, or is it."""
+def _depends(stage: tuple[Track, int], changed: tuple[Track, int] | None) -> bool:
+    """Whether a stage (track, place in order) sees the output of a changed one, or is it; None: outside of all."""
+    if changed is None:
+        return True
     (track, place), (other, other_place) = stage, changed
     if track == other:
         return place >= other_place
-    return track == JOINT or (track == IMAGE and other == TIME)
+    return track == "joint" or (track == "image" and other == "time")

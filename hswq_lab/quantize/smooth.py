@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,51 +15,12 @@ from hswq_lab.quantize.observe import CalibrationReport
 from hswq_lab.quantize.plan import layer_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from hswq_lab.model import Model
-    from hswq_lab.models.zimage import ZImageConfig
+    from hswq_lab.models.architecture import Site
 
 LARGEST_SHIFT = 4
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place where input channels can be rescaled.
-
-    Attributes:
-        linears: layers that read the same input; their columns are multiplied by s.
-        source: the tensor that the input is proportional to, channel by channel: a norm's weight, or the rows
-            of a Linear in front; divided by s.
-        rows: the rows of the source that are meant, (first, behind the last); None: all.
-        offset: whether the input is proportional to 1 + source · … + bias (the final layer's modulation).
-    """
-
-    linears: tuple[str, ...]
-    source: str
-    rows: tuple[int, int] | None = None
-    offset: bool = False
-
-
-def sites(config: ZImageConfig) -> Iterator[Site]:
-    """Every place of a Z-Image network, in network order."""
-    yield Site(("cap_embedder.1",), "cap_embedder.0.weight")
-    stacks = (
-        ("noise_refiner", config.n_refiners),
-        ("context_refiner", config.n_refiners),
-        ("layers", config.n_layers),
-    )
-    for stack, count in stacks:
-        for block in (f"{stack}.{i}" for i in range(count)):
-            attention, feed_forward = f"{block}.attention", f"{block}.feed_forward"
-            yield Site((f"{attention}.qkv",), f"{block}.attention_norm1.weight")
-            # attention.out reads values averaged over tokens: channel by channel the rows of v.
-            yield Site((f"{attention}.out",), f"{attention}.qkv.weight", (2 * config.dim, 3 * config.dim))
-            yield Site((f"{feed_forward}.w1", f"{feed_forward}.w3"), f"{block}.ffn_norm1.weight")
-            yield Site((f"{feed_forward}.w2",), f"{feed_forward}.w3.weight")
-    yield Site(("final_layer.linear",), "final_layer.adaLN_modulation.1.weight", offset=True)
 
 
 def smooth(model: Model, activations: CalibrationReport) -> Model:
@@ -78,7 +38,7 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
         The new model. LoRAs made for the old one do not fit it, since its channels have other units.
 
     Raises:
-        HswqError: packed layers or LoRAs, or activations that are missing or rotated.
+        HswqError: packed layers or LoRAs, activations that are missing or rotated, or a family without sites.
     """
     check_model(model)
     if not isinstance(activations, CalibrationReport):
@@ -89,12 +49,14 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
         )
     if model.is_packed or model.loras:
         raise HswqError("only a 16-bit model without LoRAs can be smoothed", tensor=model.name)
+    if not (sites := tuple(model.config.sites())):
+        raise HswqError("no places to smooth are known for this family", tensor=model.config.family)
     values = {name: model.checkpoint[name] for name in model.checkpoint}
     dense: dict[str, Tensor] = {
         name: value for name, value in values.items() if not isinstance(value, PackedWeight)
     }
     shifted = {}
-    for site in sites(model.config):
+    for site in sites:
         scale = _scale(site, dense, activations)
         _apply(site, dense, scale)
         shifted[", ".join(site.linears)] = int((scale != 1).sum())

@@ -20,7 +20,6 @@ from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
 from hswq_lab.formats.block_scales import METHODS
 from hswq_lab.layers import LabLinear, make_linear
 from hswq_lab.models.sampler import sigmas, starting_noise
-from hswq_lab.models.zimage import padded_length
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.quantize.activations import Activations, observing, watching
 from hswq_lab.quantize.bases import SecondMoment
@@ -114,7 +113,7 @@ class Trial:
         self._levels = sigmas(settings.steps, settings.shift)
         self._batches = self._split()
         self._owners = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._linears}
-        self._replay = Replay(self._network)
+        self._replay = Replay(self._network, model.config.stages())
         self._weights: dict[tuple[str, str], PackedWeight | None] = {}
         self._inputs: dict[str, list[Tensor]] = {}
         self._observed: dict[bool, dict[str, Activations]] = {}
@@ -270,7 +269,7 @@ class Trial:
         captions = [self.model.encode(text).to(self.model.device, self.model.dtype) for text in texts]
         by_length: dict[int, list[int]] = {}
         for row, caption in enumerate(captions):
-            by_length.setdefault(padded_length(len(caption)), []).append(row)
+            by_length.setdefault(self.model.config.padded_length(len(caption)), []).append(row)
         return [
             Batch(
                 rows[start : start + BATCH_ROWS], [captions[row] for row in rows[start : start + BATCH_ROWS]]
@@ -286,10 +285,6 @@ class Trial:
         shape = self.model.latent_shape(self.settings.size)
         latents = torch.stack([starting_noise(shape, seed) for _, seed in self.settings.pairs]).to(device)
         count = len(latents)
-        tokens = []
-        for number, batch in enumerate(self._batches):
-            self._replay.at(0, number)
-            tokens.append(self._network.embed_captions(batch.captions, dtype))
         for step, (sigma, following) in enumerate(pairwise(self._levels)):
             out = torch.empty((count if cfg == 1 else 2 * count, *shape), device=device)
             for number, batch in enumerate(self._batches):
@@ -297,7 +292,7 @@ class Trial:
                 self._replay.at(step, number)
                 x = latents[[row % count for row in batch.rows]].to(dtype)
                 t = torch.full((len(x),), 1 - sigma, device=device)
-                out[batch.rows] = self._network.denoise(x, t, tokens[number]).float()
+                out[batch.rows] = self._network(x, t, batch.captions).float()
             direction = out if cfg == 1 else out[count:] + cfg * (out[:count] - out[count:])
             latents = latents - (following - sigma) * direction
         return latents
