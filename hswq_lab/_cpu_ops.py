@@ -28,7 +28,7 @@ from hswq_lab._op_arguments import (
     values_of,
 )
 from hswq_lab.errors import HswqError
-from hswq_lab.formats._checks import describe
+from hswq_lab.formats._checks import check_scales, describe
 from hswq_lab.formats._rows import ceil_to
 
 _threads = torch.get_num_threads
@@ -232,6 +232,7 @@ def dequantize_int8(q: Tensor, scale: Tensor, group: int | None, dtype: torch.dt
 
 
 def swizzle(linear: Tensor) -> Tensor:
+    check_scales(linear)
     source = linear.contiguous()
     rows, cols = linear.shape
     out = torch.empty((ceil_to(rows, 128), ceil_to(cols, 4)), dtype=linear.dtype)
@@ -240,6 +241,7 @@ def swizzle(linear: Tensor) -> Tensor:
 
 
 def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
+    check_scales(swizzled)
     source = layout("swizzled", swizzled, swizzled.dtype, (ceil_to(rows, 128), ceil_to(cols, 4)))
     out = torch.empty((rows, cols), dtype=swizzled.dtype)
     _C.unswizzle(source.data_ptr(), rows, cols, out.data_ptr())
@@ -297,9 +299,9 @@ def _w4a16_through_torch(
     """Weights decoded by the kernel (block scales only: exact in any of the dtypes), fp32 product by torch."""
     one = torch.ones((), dtype=torch.float32)
     weight = dequantize_nvfp4(w_codes, w_scales, one, [n, x.shape[-1]], torch.float32, None)
-    y = torch.mm(rows_of(rotate(x, group)).float(), weight.t()).mul_(w_scale)
-    if bias is not None:
-        y += bias
+    y = torch.mm(rows_of(rotate(x, group)).float(), weight.t()).mul_(_scalar(w_scale))
+    if (b := bias_of(x, bias, n)) is not None:
+        y += b
     return y.to(x.dtype).reshape(*x.shape[:-1], n)
 
 

@@ -42,6 +42,7 @@ from hswq_lab._op_arguments import (
     rows_of,
     values_of,
 )
+from hswq_lab.formats._checks import check_scales
 from hswq_lab.formats._rows import ceil_to
 
 _OWN, _KEPT, _KEPT_SCALAR = range(3)  # Int8Scales of csrc/cuda/api.h
@@ -244,6 +245,7 @@ def dequantize_int8(q: Tensor, scale: Tensor, group: int | None, dtype: torch.dt
 
 
 def swizzle(linear: Tensor) -> Tensor:
+    check_scales(linear)
     source = linear.contiguous()
     rows, cols = linear.shape
     out = empty(linear, (ceil_to(rows, 128), ceil_to(cols, 4)), linear.dtype)
@@ -252,6 +254,7 @@ def swizzle(linear: Tensor) -> Tensor:
 
 
 def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
+    check_scales(swizzled)
     source = layout("swizzled", swizzled, swizzled.dtype, (ceil_to(rows, 128), ceil_to(cols, 4)))
     out = empty(swizzled, (rows, cols), swizzled.dtype)
     cuda.unswizzle(*where(swizzled), source.data_ptr(), rows, cols, out.data_ptr())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hswq_lab import formats, ops
 from hswq_lab._backends import native
+from hswq_lab.errors import HswqError
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
@@ -212,6 +213,24 @@ def test_swizzle_and_back(isa, shape):
     swizzled = ops.swizzle(linear)
     assert_same(lambda: ops.unswizzle(swizzled, *shape))
     assert torch.equal(ops.unswizzle(swizzled, *shape), linear)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(128, 4), torch.zeros(512, dtype=torch.uint8)])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_is_no_matrix_of_bytes_is_not_swizzled(backend, wrong):
+    with ops.use_backend(backend):
+        for call in (lambda: ops.swizzle(wrong), lambda: ops.unswizzle(wrong, 128, 4)):
+            with pytest.raises(HswqError, match="one-byte values"):
+                call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_bias_of_another_length_is_not_spread(backend, dtype):
+    w = torch.randn(48, 256)
+    codes, scales = ops.quantize_nvfp4(w, s := ops.tensor_scale(w))
+    with ops.use_backend(backend), pytest.raises(HswqError, match="bias is one number"):
+        ops.linear_w4a16(torch.randn(3, 256, dtype=dtype), codes, scales, s, 256, 48, torch.ones(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -37,3 +37,15 @@ def check_matrix(x: Tensor) -> None:
             found=describe(x),
             expected="[rows, K], K > 0",
         )
+
+
+def check_scales(scales: Tensor) -> None:
+    """Refuses what is not a matrix of one-byte values: the swizzle moves bytes.
+
+    Raises:
+        HswqError: with what was found.
+    """
+    if scales.dim() != 2 or scales.itemsize != 1:
+        raise HswqError(
+            "block scales are a matrix of one-byte values", found=describe(scales), expected="float8_e4m3fn"
+        )

@@ -242,5 +242,9 @@ def linear_int8(x: Tensor, q: Tensor, s: Tensor, group: int | None, bias: Tensor
 
 
 def _scaled(acc: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if bias is not None and bias.shape != acc.shape[-1:]:
+        raise HswqError(
+            "bias is one number a row of the weight", found=list(bias.shape), expected=[acc.shape[-1]]
+        )
     y = acc * scale
     return (y if bias is None else y + bias.float()).to(dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab.errors import HswqError
+from hswq_lab.formats._checks import check_scales
 from hswq_lab.formats._rows import ceil_to
 
 
@@ -19,7 +20,12 @@ def swizzled_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 def swizzle(linear: Tensor) -> Tensor:
-    """Brings scales [r, c], one byte each, into 128x4 order: [ceil128(r), ceil4(c)], padded with zeros."""
+    """Brings scales [r, c], one byte each, into 128x4 order: [ceil128(r), ceil4(c)], padded with zeros.
+
+    Raises:
+        HswqError: no matrix of one-byte values.
+    """
+    check_scales(linear)
     rows, cols = linear.shape
     shape = swizzled_shape(rows, cols)
     padded = torch.zeros(shape, dtype=torch.uint8, device=linear.device)
@@ -32,8 +38,9 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
     """Scales [rows, cols] in plain order: the inverse of `swizzle` for a matrix of that shape.
 
     Raises:
-        HswqError: the tensor does not have the shape that swizzled scales of [rows, cols] have.
+        HswqError: the tensor does not have the shape that swizzled scales of [rows, cols] have, or no one-byte values.
     """
+    check_scales(swizzled)
     shape = swizzled_shape(rows, cols)
     if tuple(swizzled.shape) != shape:
         raise HswqError(

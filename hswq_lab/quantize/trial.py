@@ -218,7 +218,7 @@ class Trial:
         reference = self.reference.flatten(1).double()
         difference = latents.flatten(1).double() - reference
         errors = difference.square().sum(1) / reference.square().sum(1)
-        return [float(e) for e in errors.nan_to_num(nan=math.inf)]
+        return [float(e) for e in errors.nan_to_num(nan=math.inf, posinf=math.inf)]
 
     def cosines(self, latents: Tensor) -> list[float]:
         """Cosine with the reference's final latent for each pair, in fp64."""
