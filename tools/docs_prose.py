@@ -72,6 +72,9 @@ def write_prose(docs: Path) -> list[Path]:
     pages = {name: prose_page(source) for name, source in sources().items()} | {"cli": commands_page()}
     for name, content in pages.items():
         (docs / f"{name}.html").write_text(content, encoding="utf-8")
-    pdoc.render.configure(docformat="google", include_undocumented=False)
+    # With dark colours and a way back to the other pages, which pdoc's own templates lack.
+    pdoc.render.configure(
+        docformat="google", include_undocumented=False, template_directory=Path(__file__).parent / "api_pages"
+    )
     pdoc.pdoc("hswq_lab", output_directory=docs / "api")
     return [docs / f"{name}.html" for name in pages] + [docs / "api" / "hswq_lab.html"]
