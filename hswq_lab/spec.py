@@ -230,7 +230,7 @@ def _lora_file(lora: LoraFile) -> FileSpec:
 
     def save(path: Path) -> str:
         save_file({key: value.contiguous() for key, value in lora.tensors.items()}, path, dict(lora.metadata))
-        return load_lora(path).sha256
+        return load_lora(path, full_lokr_scale=lora.full_lokr_scale).sha256
 
     return _spill(lora, save)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -128,6 +129,19 @@ def test_alpha_from_adapter_config_beside_the_file(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6}))
     for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
         assert relative_error(load_lora(path).dense_deltas(LAYERS), dense(modules)) <= 1e-6
+
+
+def test_another_adapter_config_makes_another_lora(tmp_path):
+    tensors, _ = DIALECTS["2 peft"](logical(["layers.0.attention.out"], lambda _: 4, lambda _: 4.0))
+    path = _write(tmp_path / "adapter_model.safetensors", tensors)
+    plain = load_lora(path).sha256
+    assert plain == hashlib.sha256(path.read_bytes()).hexdigest()
+    found = []
+    for alpha in (4, 32, 4):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": alpha}))
+        found.append(load_lora(tmp_path).sha256)
+    assert found[0] == found[2]
+    assert len({plain, *found}) == 3
 
 
 def test_adapter_config_of_another_file_is_not_used_and_said_so(tmp_path):

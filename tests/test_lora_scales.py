@@ -101,6 +101,7 @@ def test_full_lokr_has_scale_one_the_other_reading_is_shown_and_can_be_chosen(me
     chosen = lora_from_tensors(tensors, metadata, full_lokr_scale="alpha/dim")
     torch.testing.assert_close(chosen.dense_deltas(LAYERS)["layers.0.attention.out"], truth / 32)
     assert chosen.report(LAYERS).rows[0].alternative == 1.0
+    assert chosen.sha256 != lora.sha256, "views share baked weights by it"
 
 
 def test_full_lokr_without_a_known_dim_has_no_other_reading():

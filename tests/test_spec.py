@@ -148,3 +148,12 @@ def test_the_back_end_that_was_asked_for_travels(tiny_model):
     assert tiny_model.spec().backend is None
     with tiny_model.spec().asked():
         assert ops.asked_backend() is None
+
+
+def test_another_reading_of_a_lokr_in_memory_travels(tiny_pack):
+    stem = "layers.0.attention.out"
+    tensors = {f"{stem}.lokr_w1": torch.ones(4, 4), f"{stem}.lokr_w2": torch.ones(16, 16)}
+    tensors[f"{stem}.alpha"] = torch.tensor(1.0)
+    lora = lora_from_tensors(tensors, {"ss_network_dim": "32"}, full_lokr_scale="alpha/dim")
+    tiny_pack.attach(lora, 0.1, "bake")
+    assert rebuilt(tiny_pack).loras[0].lora.entries[0].scale.value == 1 / 32

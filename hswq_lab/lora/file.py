@@ -18,7 +18,7 @@ from hswq_lab.lora.matching import Match, match_entries, refuse_mismatches, unpl
 from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank, peft_settings
-from hswq_lab.lora.source import RawLora, check_values, raw_from_tensors, read_raw
+from hswq_lab.lora.source import RawLora, check_values, identity, raw_from_tensors, read_raw
 from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, layers_of, weight_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class LoraFile:
     Attributes:
         path: the file, None for tensors in memory.
         name: for people: the file's name without ending.
-        sha256: of the content; two LoraFiles with the same one are the same LoRA.
+        sha256: of the content, and of settings outside it that change its meaning (an adapter_config.json that was
+            used, another full_lokr_scale where it matters); two LoraFiles with the same one are the same LoRA.
         metadata: the header's metadata as text.
         entries: its modules, in the file's order.
         warnings: what a reader should know about its scales and settings.
@@ -245,9 +246,9 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
     )
     refuse_fused_and_split(entries, raw.path)
     warnings = raw.warnings + file_warnings(entries, raw.tensors)
-    return LoraFile(
-        raw.path, raw.name, raw.sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale
-    )
+    differs = any(entry.scale.alternative is not None for entry in entries)
+    sha256 = identity(raw, full_lokr_scale if differs and full_lokr_scale != "one" else "")
+    return LoraFile(raw.path, raw.name, sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale)
 
 
 def _grouped(

@@ -14,6 +14,7 @@ from torch import Tensor
 from hswq_lab.checkpoint.header import DTYPES
 from hswq_lab.checkpoint.source import FileSource
 from hswq_lab.errors import HswqError
+from hswq_lab.lora.scales import PEFT_METADATA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,19 @@ def raw_from_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
         digest.update(f"{key}|{value.dtype}|{tuple(value.shape)}|".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return RawLora(None, name, digest.hexdigest(), held, dict(metadata))
+
+
+def identity(raw: RawLora, reading: str) -> str:
+    """SHA-256 of a LoRA as it was understood, hexadecimal: the file's own where nothing outside it matters.
+
+    Args:
+        raw: the file; settings in its header win over an adapter_config.json, which then does not count.
+        reading: how its scales were read where that was chosen, else empty.
+    """
+    config = {} if PEFT_METADATA in raw.metadata else raw.adapter_config
+    if not config and not reading:
+        return raw.sha256
+    return hashlib.sha256(json.dumps([raw.sha256, config, reading], sort_keys=True).encode()).hexdigest()
 
 
 def check_values(tensors: StoredTensors | HeldTensors, path: Path | None) -> None:
