@@ -155,7 +155,11 @@ class Attachments(Sequence[Attachment]):
     def bake_key(self, layer: str) -> tuple[object, ...]:
         """What a layer's effective weight depends on beside the checkpoint; equal keys mean equal bits."""
         baked = [(item, deltas) for item, deltas in self._baked() if layer in deltas]
-        return tuple((item.lora.sha256, item.strength, item.how, id(item.source)) for item, _ in baked)
+        # Any attachment's source serves the layers of all of them, see `_source_of`.
+        sources = (
+            {item.source.sha256 for item, _ in self._baked() if item.source is not None} if baked else ()
+        )
+        return (*sources, *((item.lora.sha256, item.strength, item.how) for item, _ in baked))
 
     def effective(self, layer: str, device: torch.device) -> Tensor | PackedWeight:
         """The layer's weight with everything that is baked into it."""
@@ -265,7 +269,7 @@ class Attachments(Sequence[Attachment]):
         return [(deltas[layer], item.strength) for item, deltas in self._baked() if layer in deltas]
 
     def _source_of(self, layer: str, how: Way) -> Tensor | None:
-        """The 16-bit weight from the first source that an attachment of this way names."""
+        """The 16-bit weight from the one source that attachments of this way name."""
         for item in self._items:
             if item.how == how and item.source is not None:
                 weight = item.source[f"{layer}.weight"]

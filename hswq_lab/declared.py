@@ -80,13 +80,23 @@ def check_checkpoint(value: object, what: str) -> None:
 
 
 def refuse_mixtures(items: Sequence[Attachment]) -> None:
-    """Two ways of baking on one model would make the weights depend on the order of the attachments."""
+    """Two ways of baking, or two sources, on one model would make its weights depend on the order of the LoRAs."""
     ways = {item.how for item in items} - {"branch"}
     if len(ways) > 1:
         raise HswqError(
             "LoRAs baked in place and LoRAs baked from source cannot be on one model",
             found=", ".join(str(item) for item in items),
             fix="bake all of them the same way",
+        )
+    sources = {id(item.source): item.source for item in items if item.source is not None}
+    if len(sources) > 1 and len({source.sha256 for source in sources.values()}) > 1:  # reads the files
+        raise HswqError(
+            "LoRAs with different sources cannot be on one model",
+            found=", ".join(
+                f"{item} from {item.source.path or 'memory'}" for item in items if item.source is not None
+            ),
+            expected="the one 16-bit checkpoint that the pack was made from",
+            fix="give the same source= to all of them",
         )
     seen = [item.lora.sha256 for item in items]
     for item in items:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hswq_lab import loading, packing
+from hswq_lab.attachments import Attachment, Attachments
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
@@ -210,6 +211,34 @@ def test_bake_from_source_needs_a_source_and_is_not_mixed_with_bake(
     pack.attach(lora, how="bake")
     with pytest.raises(HswqError, match="cannot be on one model"):
         pack.attach(make_lora(seed=6), how="bake_from_source", source=tiny_model.checkpoint)
+
+
+def test_all_loras_of_a_model_have_one_source(pack: Model, tiny_model: Model, lora) -> None:
+    source = tiny_model.checkpoint
+    name = "layers.0.attention.out.weight"
+    same, other = source.with_values({}), source.with_values({name: source[name] * 0.5})
+    pack.attach(lora, how="bake_from_source", source=source)
+    with pytest.raises(HswqError, match="different sources"):
+        pack.attach(make_lora(seed=6), how="bake_from_source", source=other)
+    pack.attach(make_lora(seed=6), how="bake_from_source", source=same)
+    assert len(pack.loras) == 2
+
+
+def test_a_source_counts_in_the_key_of_every_baked_layer(tiny_model: Model) -> None:
+    layers = ("layers.0.attention.out", "layers.1.attention.out")
+    first, second = (
+        lora_from_tensors({f"{layer}.diff": torch.ones(64, 64) / 8}, name=layer) for layer in layers
+    )
+    found = [
+        Attachments(
+            tiny_model.checkpoint,
+            tiny_model.layers(),
+            [Attachment(first, 1.0, "bake", source), Attachment(second, 1.0, "bake")],
+        ).bake_key(layers[1])
+        for source in (None, tiny_model.checkpoint, tiny_model.checkpoint.with_values({}))
+    ]
+    assert found[0] != found[1]
+    assert found[1] == found[2]
 
 
 def test_saving_a_bake_and_opening_it_gives_the_same_weights(pack: Model, lora, tmp_path: Path) -> None:
