@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -335,3 +336,31 @@ def test_every_verb_that_computes_takes_threads_and_one_is_the_default(verb, pac
     with pytest.raises(SystemExit):
         main([*arguments, "--threads", "0"])
     assert "from 1 on" in capsys.readouterr().err
+
+
+def test_a_reader_who_leaves_changes_neither_code_nor_results(monkeypatch):
+    finished = []
+
+    def verb(args):
+        for _ in range(2):
+            common.say("more than anybody reads")
+            sys.stdout.flush()
+        finished.append(args.file)
+        return cli.GATE_FAILED
+
+    monkeypatch.setattr(files, "check", verb)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["check", "pack.safetensors"]) == cli.GATE_FAILED
+    assert len(finished) == 1
+
+
+def test_a_fault_of_the_program_is_no_failed_gate(monkeypatch, capsys):
+    def verb(args):
+        raise ZeroDivisionError(args.function)
+
+    monkeypatch.setattr(files, "check", verb)
+    assert main(["check", "pack.safetensors"]) == cli.NOT_DONE
+    assert "ZeroDivisionError: check" in capsys.readouterr().err

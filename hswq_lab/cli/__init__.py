@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from contextlib import redirect_stdout
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from hswq_lab.cli.parser import build_parser
 from hswq_lab.errors import Cancelled, HswqError
@@ -33,18 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "threads" in args:
             import_module("torch").set_num_threads(args.threads)
         _check_targets(args)
-        code: int = verb(args)
-        sys.stdout.flush()
+        with redirect_stdout(cast("TextIO", _Listened(sys.stdout))):
+            code: int = verb(args)
+            sys.stdout.flush()
     except (KeyboardInterrupt, Cancelled):
         sys.stderr.write("\nhswq-lab: stopped; nothing half-done is left behind\n")
         return INTERRUPTED
     except HswqError as error:
         complain(error)
         return NOT_DONE
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
-        _hear_no_more()
-        return GOOD
     except OSError as error:
         complain(HswqError("the system refused", file=error.filename, found=error.strerror))
         try:
@@ -52,7 +51,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:  # it was stdout that refused
             _hear_no_more()
         return NOT_DONE
+    except Exception:  # noqa: BLE001 - a fault of ours; Python's own exit code, 1, would say that a gate failed
+        traceback.print_exc()
+        return NOT_DONE
     return code
+
+
+class _Listened:
+    """stdout for as long as somebody reads: after `| head` has seen enough a verb does the rest of its work."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._out, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._out.write(text)
+        except BrokenPipeError:
+            _hear_no_more()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._out.flush()
+        except BrokenPipeError:
+            _hear_no_more()
 
 
 def _check_targets(args: argparse.Namespace) -> None:
