@@ -48,6 +48,31 @@ def test_a_block_diagonal_module_falls_apart_into_its_own_ranks_and_factors():
         assert torch.equal(back[f"{name}.lora_down.weight"], module.down)
 
 
+def test_a_lokr_of_bf16_keeps_its_scale_exactly():
+    generator = torch.Generator().manual_seed(0)
+    name = "layers.0.attention.out"
+    tensors = {
+        f"{name}.lokr_w1": torch.randn(4, 4, generator=generator).bfloat16(),
+        f"{name}.lokr_w2_a": torch.randn(D // 4, 3, generator=generator),
+        f"{name}.lokr_w2_b": torch.randn(3, D // 4, generator=generator),
+        f"{name}.alpha": torch.tensor(1.0),
+    }
+    lora = lora_from_tensors(tensors)
+    converted = lora_from_tensors(*convert_lora(lora, LAYERS, "kohya"))
+    assert relative_error(converted.dense_deltas(LAYERS), lora.dense_deltas(LAYERS)) <= 1e-6
+
+
+def test_fused_factors_of_several_dtypes_lose_nothing():
+    tensors, metadata = DIALECTS["5 kohya split"](logical([QKV], lambda _: 4, lambda _: 2.0))
+    stored = {
+        key: value if key.endswith("alpha") or ("to_q" not in key and "up" in key) else value.bfloat16()
+        for key, value in tensors.items()
+    }
+    lora = lora_from_tensors(stored, metadata)
+    fused = lora_from_tensors(*convert_lora(lora, LAYERS, "native"))
+    assert relative_error(fused.dense_deltas(LAYERS), lora.dense_deltas(LAYERS)) <= 1e-6
+
+
 def test_equal_scales_leave_the_factors_as_stored():
     modules = logical([QKV], lambda _: 4, lambda _: 2.0)
     tensors, _ = DIALECTS["5 kohya split"](modules)

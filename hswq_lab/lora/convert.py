@@ -142,7 +142,7 @@ def _tensors(unit: Unit, to: Dialect) -> dict[str, Tensor]:
             tensors |= {".lora_down.weight": part.down.contiguous(), ".lora_up.weight": part.up.contiguous()}
             tensors[".alpha"] = torch.tensor(part.scale * part.down.shape[0], dtype=torch.float32)
         case Kron():
-            tensors |= {".lokr_w1": part.w1 * part.scale, ".lokr_w2": part.w2}
+            tensors |= {".lokr_w1": part.w1.float() * part.scale, ".lokr_w2": part.w2}
         case Hada():
             names = ("w1_a", "w1_b", "w2_a", "w2_b")
             tensors |= {f".hada_{name}": getattr(part, name).contiguous() for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,9 +128,9 @@ def _block_diagonal(parts: list[LowRank], start: int, stop: int) -> LowRank:
     common = scales.pop() if len(scales) == 1 else None
     blocks = [part.up if common is not None else part.up.float() * part.scale for part in parts]
     down = torch.cat([part.down for part in parts])
-    dtype = (
-        torch.promote_types(blocks[0].dtype, down.dtype) if blocks[0].dtype.itemsize > 1 else torch.float32
-    )
+    kinds = [down.dtype, *(block.dtype for block in blocks)]
+    # No float8 kind promotes to another.
+    dtype = reduce(torch.promote_types, [kind if kind.itemsize > 1 else torch.float32 for kind in kinds])
     up = torch.zeros(stop - start, down.shape[0], dtype=dtype)
     column = 0
     for part, block in zip(parts, blocks, strict=True):
