@@ -131,6 +131,15 @@ def test_alpha_from_adapter_config_beside_the_file(tmp_path):
         assert relative_error(load_lora(path).dense_deltas(LAYERS), dense(modules)) <= 1e-6
 
 
+def test_a_lora_in_memory_keeps_the_values_it_was_given():
+    tensors, metadata = DIALECTS["2 peft"](logical(["layers.0.attention.out"], lambda _: 4, lambda _: 4.0))
+    lora = lora_from_tensors(tensors, metadata)
+    before = lora.dense_deltas(LAYERS)["layers.0.attention.out"].clone()
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert torch.equal(lora.dense_deltas(LAYERS)["layers.0.attention.out"], before)
+
+
 def test_another_adapter_config_makes_another_lora(tmp_path):
     tensors, _ = DIALECTS["2 peft"](logical(["layers.0.attention.out"], lambda _: 4, lambda _: 4.0))
     path = _write(tmp_path / "adapter_model.safetensors", tensors)

@@ -51,10 +51,10 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class HeldTensors(Mapping[str, Tensor]):
-    """The same for tensors in memory."""
+    """The same for tensors in memory, copied: they stay what their digest says."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = {key: value.detach().cpu() for key, value in tensors.items()}
+        self._tensors = {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
     def __getitem__(self, key: str) -> Tensor:
         return self._tensors[key]
