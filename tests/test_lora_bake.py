@@ -368,6 +368,9 @@ def test_a_small_share_is_warned_about_beyond_its_error_only():
     assert half.retained == pytest.approx(0.5, abs=0.05)
     assert "of the delta arrived" in half.warning
     assert "baking from the source" in half.warning
+    double = measure(_baked(pack, bake_in_place(pack, [(_delta(0.2, w), 1.0)], NAME)[0], total))
+    assert double.retained == pytest.approx(2, abs=0.1)
+    assert "more than was asked for" in double.warning
 
 
 def test_the_report_counts_kinds_rotations_and_what_is_left():

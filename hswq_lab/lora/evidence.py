@@ -21,6 +21,7 @@ Verdict = Literal["OK", "MISMATCH", "MISSING", "N/A"]
 Kind = Literal["nvfp4", "int8", "other_qt", "16-bit", "bias"]
 
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
+TOO_MUCH = 1.1  # and so is a larger one
 _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
 
@@ -290,6 +291,8 @@ def _warning(
     faults = []
     if retained + 2 * error < ENOUGH:
         faults.append(f"only {retained:.0%} of the delta arrived (± {error:.0%})")
+    if retained - 2 * error > TOO_MUCH:
+        faults.append(f"{retained:.0%} of the delta arrived (± {error:.0%}), more than was asked for")
     if added > 1:
         faults.append(f"the added error is {added:.1f} times the delta")
     return " and ".join(faults) + exact if faults else ""
