@@ -90,6 +90,7 @@ class ModelSpec:
         threads: of torch in the worker: sums may depend on it, and results are to be equal bit for bit.
         backend: what `ops.use_backend` asked for, None if nothing.
         companion: text encoder and codec.
+        companion_identity: what stands for their content where specs are compared.
     """
 
     file: FileSpec
@@ -101,6 +102,7 @@ class ModelSpec:
     threads: int
     backend: ops.BackendName | None
     companion: Companion | None = field(compare=False, repr=False)
+    companion_identity: str | None
 
     def model(self) -> Model:
         """The model, built in this process or taken from its cache of the last four.
@@ -162,6 +164,7 @@ def spec_of(model: Model) -> ModelSpec:
         threads=torch.get_num_threads(),
         backend=ops.asked_backend(),
         companion=model.companion,
+        companion_identity=None if model.companion is None else model.companion.identity,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hswq_lab import ops, spec
+from hswq_lab.captions import CaptionTable
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import lora_from_tensors
@@ -157,3 +159,21 @@ def test_another_reading_of_a_lokr_in_memory_travels(tiny_pack):
     lora = lora_from_tensors(tensors, {"ss_network_dim": "32"}, full_lokr_scale="alpha/dim")
     tiny_pack.attach(lora, 0.1, "bake")
     assert rebuilt(tiny_pack).loras[0].lora.entries[0].scale.value == 1 / 32
+
+
+def test_models_of_other_captions_are_other_models(tiny_checkpoint, tiny_companion):
+    def made(values):
+        table = CaptionTable("captions.safetensors", {"a fox": values})
+        companion = replace(tiny_companion, encode=table)
+        return Model(tiny_checkpoint, name="tiny", companion=companion).spec()
+
+    first, same, other = made(torch.zeros(3, 4)), made(torch.zeros(3, 4)), made(torch.ones(3, 4))
+    assert first == same
+    assert pickle.loads(pickle.dumps(first)) == first  # noqa: S301  # our own bytes
+    assert first != other
+    assert torch.equal(other.model().encode("a fox"), torch.ones(3, 4))
+
+
+def test_a_companion_that_no_other_process_can_know_is_itself(tiny_companion):
+    one, two = (replace(tiny_companion, encode=lambda prompt: torch.zeros(1, 4)) for _ in range(2))
+    assert one.identity == one.identity != two.identity

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import pickle
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hswq_lab.models.sampler import Codec
@@ -40,3 +45,41 @@ class Companion:
     pixels_per_latent: int = 4
     shift: float = 1.5
     loras: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def encoder_identity(self) -> str:
+        """SHA-256 of the text encoder's content: equal where captions come out equal."""
+        return _content(
+            getattr(self.encode, "features", self.encode)
+        )  # a table is its captions, wherever it lies
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of everything that numbers depend on: encoder, codec and defaults."""
+        defaults = (self.prompts, self.size, self.pixels_per_latent, self.shift)
+        return _content((self.encoder_identity, self.codec, defaults))
+
+
+def _content(thing: object) -> str:
+    """SHA-256 of a pickle; what cannot be pickled, which no other process can know, is itself and nothing else."""
+    stream = io.BytesIO()
+    try:
+        _Content(stream).dump(thing)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError):
+        return f"object {id(thing)}"
+    return hashlib.sha256(stream.getvalue()).hexdigest()
+
+
+class _Content(pickle.Pickler):
+    """Tensors by their values: torch would write where they lie, and which of them share storage."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.fast = True  # no memo: equal content in two objects and in one object twice are the same
+
+    def reducer_override(self, thing: object) -> Any:  # noqa: ANN401 - as in the base class
+        """What stands for a tensor."""
+        if isinstance(thing, Tensor):
+            values = thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            return str, (f"{thing.dtype} {list(thing.shape)} {hashlib.sha256(values).hexdigest()}",)
+        return NotImplemented
