@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.formats import Nvfp4Weight
+from hswq_lab.model import Model
+from hswq_lab.models.mini import encode_text
 from hswq_lab.quantize import (
     ImpactReport,
     Plan,
@@ -290,6 +293,37 @@ def test_a_file_of_another_model_is_not_resumed(tiny_model, tmp_path):
     other = tiny_model.checkpoint.with_values({"x_embedder.bias": torch.ones(64, dtype=torch.bfloat16)})
     with pytest.raises(HswqError, match="another sha256"):
         sensitivity(tiny_model.with_checkpoint(other), **RUN, layers=["x_embedder"], resume=path)
+
+
+def opposite(prompt):
+    return -encode_text(prompt)
+
+
+def with_encoder(model, encode):
+    """The same model with another text encoder."""
+    companion = replace(model.companion, encode=encode)
+    return Model(model.checkpoint, name=model.name, companion=companion, dtype=model.dtype)
+
+
+def test_a_file_of_other_captions_is_not_resumed(tiny_model, tmp_path):
+    path = tmp_path / "impact.json"
+    sensitivity(tiny_model, **RUN, layers=["x_embedder"], resume=path)
+    other = with_encoder(tiny_model, opposite)
+    with pytest.raises(HswqError, match="another captions"):
+        sensitivity(other, **RUN, layers=["x_embedder"], resume=path)
+    first = json.loads(path.read_text())
+    del first["captions"], first["dtype"]
+    path.write_text(json.dumps(first))
+    sensitivity(other, **RUN, layers=["x_embedder"], resume=path)
+
+
+def test_a_file_of_another_dtype_is_not_resumed(tiny_model, tmp_path):
+    path = tmp_path / "impact.json"
+    sensitivity(tiny_model, **RUN, layers=["x_embedder"], resume=path)
+    dtype = torch.bfloat16 if tiny_model.dtype == torch.float32 else torch.float32
+    other = Model(tiny_model.checkpoint, name="tiny", companion=tiny_model.companion, dtype=dtype)
+    with pytest.raises(HswqError, match="another dtype"):
+        sensitivity(other, **RUN, layers=["x_embedder"], resume=path)
 
 
 def test_elsewhere_is_the_same_bit_for_bit(tiny_model, tmp_path):

@@ -93,6 +93,8 @@ class ImpactReport(Result):
         unmeasured: the model's other layers, name → (N, K): plans leave them 16-bit and count their bytes.
         rows: layers in network order; for each of them its formats in the order asked for.
         seconds: how long it took in all.
+        captions: identity of the text encoder; None in files that do not say.
+        dtype: of activations; None in files that do not say.
     """
 
     model: str
@@ -108,6 +110,8 @@ class ImpactReport(Result):
     seconds: float = 0.0
     activation_scales: str = "rtn"
     unmeasured: dict[str, tuple[int, int]] = field(default_factory=dict)
+    captions: str | None = None
+    dtype: str | None = None
 
     @property
     def formats(self) -> list[str]:
@@ -304,6 +308,9 @@ class ImpactReport(Result):
             unmeasured={
                 layer: _shape(_pair(of_kind(shape, list, layer), layer), layer)
                 for layer, shape in others.items()
+            },
+            **{
+                name: entry(later, name, str) for name in ("captions", "dtype") if later.get(name) is not None
             },
         )
 

@@ -267,6 +267,8 @@ def _empty_report(model: Model, settings: TrialSettings) -> ImpactReport:
         activation_scales=settings.activation_scales,
         rows=[],
         unmeasured=model.layers(),
+        captions=None if model.companion is None else model.companion.encoder_identity,
+        dtype=str(model.dtype),
     )
 
 
@@ -320,9 +322,12 @@ class _Store:
             "size",
             "scales",
             "activation_scales",
+            "captions",
+            "dtype",
         ):
             found, expected = getattr(before, name), getattr(self.empty, name)
-            if found != expected:
+            unsaid = found is None and name in ("captions", "dtype")  # as in the first files
+            if found != expected and not unsaid:
                 raise HswqError(
                     f"the file to resume was made with another {name}",
                     file=self.path,
