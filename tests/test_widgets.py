@@ -93,6 +93,24 @@ def test_the_newest_request_wins_and_the_ones_between_never_run():
     assert ran == [0, 9]
 
 
+def test_work_that_has_ended_and_is_being_shown_is_over():
+    shown, seen = [], []
+    work = Latest(lambda job: None, delay=0.0)
+
+    def show(result):
+        shown.append((result, work.busy))
+        if result == 1:
+            work.request(lambda progress: 2, show)
+            seen.append(work.busy)
+
+    work.request(lambda progress: 1, show)
+    assert work.busy
+    assert work.wait(SOON)
+    assert shown == [(1, False), (2, False)]
+    assert seen == [True]
+    assert not work.busy
+
+
 def test_a_request_that_waits_can_be_cancelled():
     shown = []
     work = Latest(lambda job: None, delay=30.0)

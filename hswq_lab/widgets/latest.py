@@ -70,8 +70,10 @@ class Latest:
 
     @property
     def busy(self) -> bool:
-        """Whether something runs or waits."""
-        return not self._idle.is_set()
+        """Whether something runs or waits. Work that has ended and is being shown is over."""
+        with self._lock:
+            at_work = self._job is not None and self._job.state in ("idle", "running")
+            return at_work or self._waiting is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until nothing runs or waits; False if that took too long."""
