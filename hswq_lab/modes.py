@@ -73,7 +73,7 @@ def request_from_environment(environ: Mapping[str, str]) -> tuple[ModeRequest, s
     """The mode that HSWQ_ZI_FORCE_PARITY=1 (wins) or HSWQ_ZI_FORCE_TC=1 asks for, and a warning if both are set.
 
     HSWQ_ZI_FORCE_TC runs layers without an input_scale at a scale of 1, as the reference system does. Only the command
-    line and the notebooks call this; the library reads no environment.
+    line and the notebooks call this; the library takes no mode from the environment.
 
     Raises:
         HswqError: a switch is neither 1, 0 nor empty: what it was meant to do is not known.

@@ -42,7 +42,7 @@ def open_model(
 ) -> Model:
     """`hl.load` in the mode of HSWQ_ZI_FORCE_PARITY=1 or HSWQ_ZI_FORCE_TC=1; warnings go to stderr.
 
-    The library itself reads no environment: only a command line or a notebook calls this.
+    The library itself takes no mode from the environment: only a command line or a notebook calls this.
 
     Args:
         path: "mini-zimage", a file, or a diffusers folder.
