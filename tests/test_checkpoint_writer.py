@@ -212,6 +212,20 @@ def test_the_file_that_is_read_from_is_never_overwritten(tmp_path):
     assert all(same(checkpoint[name], Checkpoint.open(file)[name]) for name in checkpoint)
 
 
+def test_the_parts_that_are_read_from_are_never_overwritten(tmp_path):
+    items = [(f"w{number}", torch.full((1000,), float(number))) for number in range(3)]
+    index = write(tmp_path / "x.safetensors", items, max_shard_bytes=4000)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(files) == 4
+    part = next(path for path in files if "-00002-of-" in path.name)
+    for source in (index, part):
+        changed = Checkpoint.open(source).with_values({"w1": torch.zeros(1000)})
+        for size in (4000, 8000):  # the same parts again, and fewer: the others would be removed
+            with pytest.raises(HswqError, match="being read"):
+                changed.save(tmp_path / "x.safetensors", max_shard_bytes=size)
+    assert files == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
 def interrupted(error):
     yield "a", torch.zeros(100_000)
     yield "b", torch.zeros(100_000)

@@ -80,13 +80,7 @@ def write(
     if max_shard_bytes is not None:
         whole(max_shard_bytes, "the size of a part")
     if source is not None:
-        for opened in source.sources:
-            if opened.is_file(target):
-                raise HswqError(
-                    "the target is the file that is being read",
-                    file=target,
-                    fix="choose another name for the result",
-                )
+        _refuse_to_replace(source, [target] if max_shard_bytes is None else [target, *_split_files(target)])
     if metadata is None:
         metadata = source.metadata if source is not None else {}
     text = {str(key): metadata_text(value) for key, value in metadata.items()}
@@ -95,6 +89,19 @@ def write(
     if max_shard_bytes is None:
         return _write_one(target, counted, layout)
     return _write_shards(target, counted, layout, max_shard_bytes)
+
+
+def _refuse_to_replace(source: Checkpoint, files: Iterable[Path]) -> None:
+    """Refuses to write where the source lies: its values are read while the result is written."""
+    for file in files:
+        of_source = source.path is not None and file.resolve() == source.path.resolve()
+        is_index = of_source and file.name.endswith(INDEX_SUFFIX)
+        if is_index or any(opened.is_file(file) for opened in source.sources):
+            raise HswqError(
+                "the target is the file that is being read",
+                file=file,
+                fix="choose another name for the result",
+            )
 
 
 def _counted(
@@ -149,18 +156,21 @@ def _write_shards(target: Path, items: Iterable[tuple[str, Value]], layout: _Lay
             "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
             "weight_map": {stored: names[number] for stored, number in sorted(weight_map.items())},
         }
-        index = target.with_name(f"{stem}{INDEX_SUFFIX}")
+        index, *parts = _split_files(target)
         write_text(index, json.dumps(content, indent=1))
-    _remove_older_parts(target.parent, stem, set(names))
+    for part in parts:  # of an earlier, otherwise split file of this name: the index that named them is gone
+        if part.name not in names:
+            part.unlink(missing_ok=True)
     return index
 
 
-def _remove_older_parts(folder: Path, stem: str, names: set[str]) -> None:
-    """Parts of an earlier, otherwise split file of this name: the index that named them is gone."""
-    own = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
-    for path in folder.iterdir():
-        if own.fullmatch(path.name) and path.name not in names:
-            path.unlink(missing_ok=True)
+def _split_files(target: Path) -> list[Path]:
+    """The index and all parts that are there of a split file of this name; writing it again replaces them all."""
+    stem = target.name.removesuffix(".safetensors")
+    part = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
+    folder = target.parent
+    parts = [path for path in folder.iterdir() if part.fullmatch(path.name)] if folder.is_dir() else []
+    return [target.with_name(f"{stem}{INDEX_SUFFIX}"), *parts]
 
 
 class _Layout:
