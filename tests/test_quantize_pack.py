@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hswq_lab import packing
 from hswq_lab.checkpoint import Checkpoint
@@ -76,6 +77,16 @@ def test_streaming_gives_the_same_bytes_as_saving(tiny_model, tmp_path):
     assert (tmp_path / "memory.safetensors").read_bytes() == (tmp_path / "stream.safetensors").read_bytes()
     again = Checkpoint.open(tmp_path / "stream.safetensors")
     assert again.entry("layers.0.attention.qkv.weight").format == "nvfp4"
+
+
+def test_a_full_checkpoints_other_tensors_keep_their_names(tiny_model, tmp_path):
+    stored = {f"model.diffusion_model.{name}": value for name, value in tiny_model.checkpoint.items()}
+    save_file(stored | {"first_stage_model.decoder.w": torch.ones(3)}, tmp_path / "full.safetensors")
+    model = tiny_model.with_checkpoint(Checkpoint.open(tmp_path / "full.safetensors"))
+    pack(model, HYBRID).checkpoint.save(tmp_path / "memory.safetensors")
+    pack_to_file(model, tmp_path / "stream.safetensors", HYBRID)
+    assert "first_stage_model.decoder.w" in load_file(tmp_path / "memory.safetensors")
+    assert (tmp_path / "memory.safetensors").read_bytes() == (tmp_path / "stream.safetensors").read_bytes()
 
 
 def test_items_come_one_by_one(tiny_model, monkeypatch):

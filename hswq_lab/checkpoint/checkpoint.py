@@ -206,6 +206,11 @@ class Checkpoint(Mapping[str, Value]):
             warnings=self.warnings,
         )
 
+    def rewritten(self, values: Mapping[str, Value], metadata: Mapping[str, str]) -> Checkpoint:
+        """A checkpoint of these values alone, in memory, which a file names as it does those of this one."""
+        slots = {name: memory_slot(name, value) for name, value in values.items()}
+        return Checkpoint(slots, metadata=dict(metadata), naming=self.naming, index=self.index)
+
     def in_memory(self) -> Checkpoint:
         """The same with every value read now and kept on the CPU: nothing that happens to the file matters."""
         slots = {name: memory_slot(name, slot.load()) for name, slot in self._slots.items()}

@@ -86,7 +86,7 @@ def pack(
         progress=tell,
     )
     metadata = pack_metadata(model.checkpoint, plan, scales)
-    packed = Checkpoint.from_mapping(dict(items), metadata, model.checkpoint.prefix)
+    packed = model.checkpoint.rewritten(dict(items), metadata)
     return model.with_checkpoint(packed, name or f"{model.name} ({_summary(formats)})")
 
 
