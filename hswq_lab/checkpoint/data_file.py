@@ -83,7 +83,10 @@ class DataFile:
         self._held.clear()
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Write what waited and the header; the file is complete and durable but not yet under its name."""
+        """Write what waited and the header; the file is complete and durable but not yet under its name.
+
+        A finished file can be finished again with other metadata.
+        """
         for name, tensor in sorted(self._tail, key=lambda item: (-item[1].dtype.itemsize, item[0])):
             self._append(name, tensor)
         self._tail.clear()
@@ -95,6 +98,7 @@ class DataFile:
             self._flush()
         elif len(header) > self._reserved:
             self._file.shift(self._reserved, self._position, len(header) - self._reserved)
+            self._reserved = len(header)
         self._file.write(header, 0)
         self._file.sync()  # here and not in commit: the parts of a split file take their names at one go
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INDEX_SUFFIX = ".safetensors.index.json"
+CONTENT_KEY = "hswq.content"
+"""Metadata of every part that we write, and of their index: a digest of the whole checkpoint."""
+
 _SHARD = re.compile(r"^(?P<stem>.*?)-?(?P<number>\d+)-?of-?(?P<count>\d+)\.safetensors$")
 _MAX_INDEX_BYTES = 100_000_000
 
@@ -24,11 +27,13 @@ class FileSet:
     Attributes:
         files: safetensors files, in order.
         index: tensor → file, where an index says so; else None.
+        content: the digest in the index, None without.
         warnings: for the reader.
     """
 
     files: list[Path]
     index: dict[str, Path] | None = None
+    content: str | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -50,7 +55,7 @@ def locate(path: Path) -> FileSet:
     shard = _SHARD.match(path.name)
     if shard is not None and int(shard["count"]) > 1:
         warnings.append(f"{path.name} is one of {shard['count']} parts, read alone; open the folder for all")
-    return FileSet([path], None, warnings)
+    return FileSet([path], warnings=warnings)
 
 
 def _in_folder(folder: Path) -> FileSet:
@@ -105,7 +110,10 @@ def _from_index(path: Path) -> FileSet:
     if len(named) != len(set(map(repr, weight_map.values()))):
         raise HswqError("the index maps a tensor to something that is no file name", file=path)
     shards = {name: _shard(path, name) for name in sorted(named)}
-    return FileSet(list(shards.values()), {tensor: shards[name] for tensor, name in weight_map.items()})
+    told = content.get("metadata")
+    stated = told.get(CONTENT_KEY) if isinstance(told, dict) else None
+    placed = {tensor: shards[name] for tensor, name in weight_map.items()}
+    return FileSet(list(shards.values()), placed, None if stated is None else str(stated))
 
 
 def _shard(index: Path, name: str) -> Path:

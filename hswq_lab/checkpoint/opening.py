@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hswq_lab.checkpoint.files import FileSet, locate
+from hswq_lab.checkpoint.files import CONTENT_KEY, FileSet, locate
 from hswq_lab.checkpoint.findings import Finding, warning_texts
 from hswq_lab.checkpoint.index import Index, build_index
 from hswq_lab.checkpoint.markers import METADATA_KEY, merge_metadata
@@ -43,6 +43,7 @@ def open_files(
     """
     files = locate(path)
     sources = tuple(FileSource(file) for file in files.files)
+    _refuse_mixture(sources, files, path)
     tensors = _merge(sources, files, path)
     metadata = _merge_metadata(sources, path)
     prefix = find_prefix(tensors)
@@ -75,6 +76,21 @@ def _a_lora(names: Iterable[str]) -> Finding:
         expected="the weights of a model",
         fix="open it with hl.load_lora and attach it to a model; hswq-lab inspect says what is in it",
     )
+
+
+def _refuse_mixture(sources: tuple[FileSource, ...], files: FileSet, path: Path) -> None:
+    """A save over an older one that was killed leaves parts of both, whose names and shapes may fit."""
+    told = {source.path.name: source.header.metadata.get(CONTENT_KEY) for source in sources}
+    if files.content is not None:
+        told["the index"] = files.content
+    if len(set(told.values())) > 1:
+        raise HswqError(
+            "the parts of the checkpoint are of different saves",
+            file=path,
+            found=", ".join(f"{name}: {(digest or 'none')[:12]}" for name, digest in told.items())[:500],
+            expected=f"one {CONTENT_KEY} in all of them",
+            fix="a save over older parts was interrupted; save it again",
+        )
 
 
 def _merge(sources: tuple[FileSource, ...], files: FileSet, path: Path) -> dict[str, Stored]:
@@ -113,10 +129,15 @@ def _check_index(index: Mapping[str, Path], tensors: Mapping[str, Stored], path:
 
 
 def _merge_metadata(sources: tuple[FileSource, ...], path: Path) -> dict[str, str]:
-    """The parts' metadata as one: layer lists are joined, anything else must agree."""
+    """The parts' metadata as one: layer lists are joined, anything else must agree.
+
+    The digest of the content stays out: what is made from these values is another content.
+    """
     merged: dict[str, str] = {}
     for source in sources:
         for key, value in source.header.metadata.items():
+            if key == CONTENT_KEY:
+                continue
             if key == METADATA_KEY and key in merged:
                 merged[key] = merge_metadata(merged[key], value)
             elif merged.setdefault(key, value) != value:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hswq_lab.arguments import path_of, whole
 from hswq_lab.checkpoint.data_file import DataFile
-from hswq_lab.checkpoint.files import INDEX_SUFFIX
+from hswq_lab.checkpoint.files import CONTENT_KEY, INDEX_SUFFIX
 from hswq_lab.checkpoint.header import metadata_text
 from hswq_lab.checkpoint.markers import (
     MARKER_SUFFIX,
@@ -25,6 +26,7 @@ from hswq_lab.checkpoint.markers import (
 )
 from hswq_lab.checkpoint.memory import give_back_freed
 from hswq_lab.checkpoint.prefixes import Naming
+from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.progress import Progress, silent
@@ -67,7 +69,8 @@ def write(
         progress: called before each item.
         source: the checkpoint that the items come from: its markers are kept byte for byte where they still
             hold, names that had no prefix get none, and its own files are never overwritten.
-        max_shard_bytes: split the output into parts of about this size, with an index.
+        max_shard_bytes: split the output into parts of about this size, with an index. All of them name a digest
+            of the whole: parts of two saves are not read together.
 
     Returns:
         The file, or the index of a split output.
@@ -130,47 +133,66 @@ def _write_one(target: Path, items: Iterable[tuple[str, Value]], layout: _Layout
 
 
 def _write_shards(target: Path, items: Iterable[tuple[str, Value]], layout: _Layout, limit: int) -> Path:
-    """Parts under their final names only once all are complete; the index last."""
-    stem = target.name.removesuffix(".safetensors")
-    weight_map: dict[str, int] = {}
+    """Parts that all name the digest of the whole, under their final names only once all are complete."""
     shards: list[DataFile] = []
+    headers: list[dict[str, str]] = []
+    weight_map: dict[str, int] = {}
+    digest = sha256()
     with ExitStack() as stack:
         for name, value in items:
             if not shards or shards[-1].nbytes >= limit:
-                if shards:
-                    shards[-1].finish(layout.take_metadata())
-                part = target.with_name(f"{stem}-{len(shards) + 1:05d}.safetensors")
+                if shards:  # the digest is known last; until then its place is kept, and nothing in memory
+                    headers.append(layout.take_metadata())
+                    shards[-1].finish(headers[-1] | {CONTENT_KEY: "0" * 2 * digest.digest_size})
+                part = target.with_name(f"{_stem(target)}-{len(shards) + 1:05d}.safetensors")
                 shards.append(stack.enter_context(DataFile(part)))
             for stored, tensor, small in layout.tensors(name, value):
                 shards[-1].add(stored, tensor, small=small)
-                weight_map[stored] = len(shards) - 1
+                weight_map[stored] = len(shards)
+                digest.update(f"{len(shards)}:{stored}:{tensor.dtype}:{list(tensor.shape)}".encode())
+                digest.update(raw_bytes(tensor))
         if not shards:
             raise HswqError("there is nothing to write", file=target)
-        shards[-1].finish(layout.take_metadata())
-        names = [
-            f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-        ]
-        for shard, name in zip(shards, names, strict=True):
-            shard.commit(target.with_name(name))
-        content = {
-            "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
-            "weight_map": {stored: names[number] for stored, number in sorted(weight_map.items())},
-        }
-        index, *parts = _split_files(target)
-        write_text(index, json.dumps(content, indent=1))
+        headers.append(layout.take_metadata())
+        digest.update(json.dumps(headers, sort_keys=True).encode())
+        for shard, header in zip(shards, headers, strict=True):
+            shard.finish(header | {CONTENT_KEY: digest.hexdigest()})
+        return _publish(target, shards, weight_map, digest.hexdigest())
+
+
+def _publish(target: Path, shards: list[DataFile], weight_map: Mapping[str, int], content: str) -> Path:
+    """Gives finished parts their names, then writes the index, then removes what an earlier one had.
+
+    A run that is killed in between leaves parts of two saves: their digests differ, so nobody reads the mixture.
+    """
+    names = [
+        f"{_stem(target)}-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    for shard, name in zip(shards, names, strict=True):
+        shard.commit(target.with_name(name))
+    told = {
+        "metadata": {"total_size": sum(shard.nbytes for shard in shards), CONTENT_KEY: content},
+        "weight_map": {stored: names[number - 1] for stored, number in sorted(weight_map.items())},
+    }
+    index, *parts = _split_files(target)
+    write_text(index, json.dumps(told, indent=1))
     for part in parts:  # of an earlier, otherwise split file of this name: the index that named them is gone
         if part.name not in names:
             part.unlink(missing_ok=True)
     return index
 
 
+def _stem(target: Path) -> str:
+    return target.name.removesuffix(".safetensors")
+
+
 def _split_files(target: Path) -> list[Path]:
     """The index and all parts that are there of a split file of this name; writing it again replaces them all."""
-    stem = target.name.removesuffix(".safetensors")
-    part = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
+    part = re.compile(rf"{re.escape(_stem(target))}-\d{{5}}-of-\d{{5}}\.safetensors")
     folder = target.parent
     parts = [path for path in folder.iterdir() if part.fullmatch(path.name)] if folder.is_dir() else []
-    return [target.with_name(f"{stem}{INDEX_SUFFIX}"), *parts]
+    return [target.with_name(f"{_stem(target)}{INDEX_SUFFIX}"), *parts]
 
 
 class _Layout:
