@@ -58,6 +58,19 @@ live, button = LiveFigure(named("first")), ipywidgets.Button(description="Change
 button.on_click(lambda _: live.show(named("second")))
 ipywidgets.VBox([button, live])
 """
+BUSY_PANEL = """
+import time
+from itertools import count
+from hswq_lab.widgets import Panel
+made = globals().get("made", [])
+def endless(progress):
+    for unit in count():
+        progress(unit, unit + 1, "at work")
+        time.sleep(0.05)
+made.append(Panel("busy", "", [], css_class="hswq-busy"))
+made[-1].start(endless, lambda result: None)
+made[-1]
+"""
 # What anywidget sees on a page that is busy for more than its two seconds.
 BUSY = """AbortSignal.timeout = () => {
   const late = new AbortController();
@@ -185,6 +198,19 @@ def test_a_plot_follows_the_kernel_on_a_page_that_was_too_busy_at_first(lab):
     lab.page.get_by_role("button", name="Change").click()
     lab.wait_for(title.format("second"), seconds=20)
     assert any("Failed to initialize model" in text for text in lab.complaints), "the page was not too busy"
+
+
+def test_a_cell_that_is_run_again_leaves_no_work_behind(lab):
+    told = "print([panel.wait(5) for panel in made], [panel.status.value for panel in made])"
+    lab.open_cells(BUSY_PANEL, f"{told} if len(made) > 1 else None")
+    lab.run_all()
+    lab.panel("hswq-busy").get_by_role("button", name="Cancel").wait_for()
+    lab.run_all()
+    printed = lab.page.locator('[data-mime-type="application/vnd.jupyter.stdout"]')
+    printed.wait_for(timeout=30_000)
+    assert printed.inner_text().startswith("[True, False]")
+    assert "cancelled" in printed.inner_text()
+    assert lab.complaints == []
 
 
 def test_plans_move_with_the_cut_cancel_stops_and_an_export_is_a_file(lab):

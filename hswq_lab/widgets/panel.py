@@ -17,6 +17,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.export import why_no_static_export
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.latest import Latest
+from hswq_lab.widgets.places import note_place
 
 if TYPE_CHECKING:
     from hswq_lab.jobs import Job
@@ -30,7 +31,8 @@ _TICK = 0.1  # seconds between two repaints of the progress
 class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     """A widget with a title, its own controls, and the frame that all panels share.
 
-    Work runs in a Job through `start`; whatever fails, in a handler or in a job, is shown in the panel.
+    Work runs in a Job through `start`; whatever fails, in a handler or in a job, is shown in the panel. Work ends when
+    the cell that shows the panel is run again, or deleted, and no other cell shows it: nobody could cancel it any more.
 
     Args:
         title: plain text.
@@ -133,6 +135,11 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.cancel()
         _close_inside(self)
         super().close()
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:  # noqa: ANN401  # as in ipywidgets
+        note_place(self)
+        shown: dict[str, Any] = super()._repr_mimebundle_(**options)
+        return shown
 
     def _job_changed(self, job: Job[Any]) -> None:
         ended = job.state != "running"
