@@ -11,8 +11,8 @@ from full_size_peers import peer_rows
 from safetensors.torch import save_file
 
 import hswq_lab as hl
-from hswq_lab.attachments import Way
 from hswq_lab.bench.gemm import fallback_reason
+from hswq_lab.declared import Way
 from hswq_lab.lora import LoraFile, load_lora
 from hswq_lab.model import Model
 

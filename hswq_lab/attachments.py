@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
-from hswq_lab.checkpoint.baked import LORAS_KEY
 from hswq_lab.checkpoint.slots import located
 from hswq_lab.declared import (
     SCALES_KEY,
-    SMOOTH_KEY,
     Attachment,
     Way,
     refuse_absurd,
@@ -45,8 +43,6 @@ from hswq_lab.lora import (
 from hswq_lab.lora.evidence import Baked, Verdict
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.targets import unpacked
-
-__all__ = ["LORAS_KEY", "SCALES_KEY", "SMOOTH_KEY", "Attachment", "Attachments", "Way"]
 
 
 class BakedWeights(Protocol):

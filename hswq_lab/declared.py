@@ -10,6 +10,7 @@ import torch
 
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_loras
+from hswq_lab.checkpoint.smoothed import SMOOTH_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LayerDelta, LoraFile
 from hswq_lab.lora.targets import TargetIndex
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from hswq_lab.lora.evidence import Verdict
 
 Way = Literal["branch", "bake", "bake_from_source"]
-
-SMOOTH_KEY = "hswq.smooth"
-"""Metadata of a model whose channels were rescaled before packing: layers → number of rescaled channels."""
 
 SCALES_KEY = "hswq.scales"
 """Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hswq_lab.attachments import Way
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.declared import Way
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.loading import load, save

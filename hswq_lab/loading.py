@@ -10,10 +10,10 @@ from typing import Literal, get_args
 import torch
 
 from hswq_lab.arguments import device_of, path_of
-from hswq_lab.attachments import Attachment
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.checkpoint.baked import LORAS_KEY, SEEDS_KEY, baked_seeds
 from hswq_lab.checkpoint.slots import located
+from hswq_lab.declared import Attachment
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, check_model
 from hswq_lab.models.companion import Companion

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from hswq_lab import ops
 from hswq_lab.arguments import activation_dtype, device_of, finite
 from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
-from hswq_lab.attachments import Attachment, Attachments, Way
+from hswq_lab.attachments import Attachments
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_in_words
-from hswq_lab.declared import check_checkpoint
+from hswq_lab.declared import Attachment, Way, check_checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.layers import LabLinear

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from hswq_lab import ops
 from hswq_lab.assembly import SharedWeights
-from hswq_lab.attachments import Attachment, Way
 from hswq_lab.checkpoint import Checkpoint, Reading
+from hswq_lab.declared import Attachment, Way
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import LoraFile, load_lora
 from hswq_lab.model import Model, check_model

@@ -153,6 +153,47 @@ class TestCheck:
         assert next(finding.tensor for finding in report.findings if finding.rule == "source") == "a.weight"
         assert rules(report, "warning") == ["source"]  # c and d are missing there
 
+    @pytest.mark.parametrize("name", ["a.bias", "norm.weight", "x_pad_token"])
+    def test_what_is_not_packed_is_the_sources_own_too(self, tmp_path, name):
+        source = {
+            "a.weight": structured(256, 256),
+            "a.bias": random_matrix(1, 256, 1)[0],
+            "norm.weight": random_matrix(1, 256, 2)[0],
+            "x_pad_token": random_matrix(1, 256, 3),
+        }
+        values = source | {
+            "a.weight": nvfp4(source["a.weight"], 256),
+            "x_pad_token": source["x_pad_token"][0],
+            "norm.weight": source["norm.weight"].float(),  # another dtype, and another rounding of one
+            "a.bias": (source["a.bias"].float() * (1 + 1e-4)).half(),
+        }
+        file = write(tmp_path / "x.safetensors", values.items())
+        assert check(file, Checkpoint.from_mapping(source)).ok
+        changed = values[name].clone()
+        changed[3] *= 1.125
+        file = write(tmp_path / "y.safetensors", (values | {name: changed}).items())
+        (finding,) = (
+            each for each in check(file, Checkpoint.from_mapping(source)).findings if each.severity == "error"
+        )
+        assert (finding.rule, finding.tensor) == ("source", name)
+        assert "not packed" in finding.problem
+        more = write(tmp_path / "z.safetensors", (values | {"note": torch.zeros(1)}).items())
+        report = check(more, Checkpoint.from_mapping(source))
+        assert report.ok
+        assert any(each.tensor == "note" and each.severity == "info" for each in report.findings)
+
+    def test_a_bias_that_a_lora_changed_is_explained(self, tmp_path):
+        source = {"a.weight": structured(64, 64), "a.bias": torch.zeros(64), "b.bias": torch.zeros(64)}
+        header = {
+            "hswq.loras": json.dumps([{"name": "style", "strength": 0.8, "how": "bake"}]),
+            "hswq.lora_seeds": '{"a": 1}',
+        }
+        for layer in "ab":
+            file = write(
+                tmp_path / "x.safetensors", (source | {f"{layer}.bias": torch.ones(64)}).items(), header
+            )
+            assert check(file, Checkpoint.from_mapping(source)).ok == (layer == "a")
+
     @pytest.mark.parametrize("told", [True, False], ids=["layers told", "layers not told"])
     def test_loras_in_a_file_explain_what_they_change_and_nothing_else(self, tmp_path, told):
         names = ("lora", "noise", "scaled", "untouched")

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hswq_lab import loading, packing
-from hswq_lab.attachments import Attachment, Attachments
+from hswq_lab.attachments import Attachments
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.declared import Attachment
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight, group_for
 from hswq_lab.lora import lora_from_tensors

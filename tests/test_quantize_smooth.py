@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hswq_lab.checkpoint import check
 from hswq_lab.errors import HswqError
+from hswq_lab.loading import save
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.models.zimage import linear_layers
 from hswq_lab.quantize import Plan, observe, pack, smooth
@@ -89,6 +91,26 @@ def test_a_lora_of_the_original_is_refused(uneven, unrotated):
     tensors = {f"{stem}.lora_A.weight": torch.randn(4, 64), f"{stem}.lora_B.weight": torch.randn(64, 4)}
     with pytest.raises(HswqError, match=r"other units.*style"):
         packed.attach(lora_from_tensors(tensors, name="style"))
+
+
+def test_a_smoothed_pack_is_checked_against_the_original_up_to_its_channels(uneven, unrotated, tmp_path):
+    smoothed = smooth(uneven, unrotated)
+    packed = save(pack(smoothed, Plan({"layers.*": "nvfp4"})), tmp_path / "pack.safetensors")
+    report = check(packed, uneven)
+    assert report.ok, str(report)
+    assert {layer.name: layer.cosine for layer in report.layers if not layer.cosine > 0.98} == {}
+    assert [finding.rule for finding in report.findings if "smooth()" in finding.problem] == ["smooth"]
+    assert all(found.how == "source" for found in report.layout.layers)
+    assert check(packed, smoothed).ok
+    faults = {
+        "layers.0.attention.qkv.weight": lambda value: value.roll(1, 0),
+        "layers.0.attention_norm1.weight": lambda value: value * 1.5,  # smoothed, but not by a power of two
+        "layers.0.attention_norm2.weight": lambda value: value * 2,
+    }
+    for name, fault in faults.items():
+        other = uneven.checkpoint.with_values({name: fault(uneven.checkpoint[name])})
+        wrong = [finding.tensor for finding in check(packed, other).findings if finding.severity == "error"]
+        assert wrong == [name]
 
 
 def test_rotated_statistics_are_refused(uneven):

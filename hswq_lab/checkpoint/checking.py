@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint.anything import as_checkpoint
-from hswq_lab.checkpoint.baked import baked_in_words, baked_layers
-from hswq_lab.checkpoint.closeness import Closeness, closeness, dense
+from hswq_lab.checkpoint.closeness import dense
 from hswq_lab.checkpoint.completeness import completeness
 from hswq_lab.checkpoint.findings import Finding, from_error
 from hswq_lab.checkpoint.layout import LayerLayout, LayoutReport, examine, judge
 from hswq_lab.checkpoint.opening import open_files
+from hswq_lab.checkpoint.origin import LayerCheck, Origin
 from hswq_lab.checkpoint.readings import COMFY, MODELOPT, Reading
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.progress import silent
@@ -30,31 +30,8 @@ if TYPE_CHECKING:
 
     from hswq_lab.checkpoint.anything import Anything
     from hswq_lab.checkpoint.checkpoint import Checkpoint
-    from hswq_lab.checkpoint.findings import Severity
-    from hswq_lab.checkpoint.slots import Slot, Value
+    from hswq_lab.checkpoint.slots import Entry
     from hswq_lab.progress import Progress
-
-LEAST_COSINE = 0.9  # the worst right reading of a real layer is above 0.98, a wrong one below 0.7
-LEAST_COSINE_BAKED = (
-    0.5  # of a layer with LoRAs in it: less means that they are 1.7 times as large as the weight
-)
-
-
-@dataclass(frozen=True)
-class LayerCheck:
-    """One weight beside its source, unrotated.
-
-    Attributes:
-        sqnr_db, cosine: see `Closeness`.
-        gain: factor that fits it to the source best; far from 1 says that the tensor scale is wrong.
-    """
-
-    name: str
-    format: str
-    group: int | None
-    sqnr_db: float
-    cosine: float
-    gain: float
 
 
 @dataclass(frozen=True)
@@ -137,17 +114,14 @@ class _Checker:
     def __init__(self, path: Path, reading: Reading | None, origin: Checkpoint | None) -> None:
         opened = open_files(path, reading)
         index = opened.index
-        shared = [] if origin is None else baked_in_words(origin.metadata)
-        self._loras = [lora for lora in baked_in_words(opened.metadata) if lora not in shared]
-        self._baked = baked_layers(opened.metadata)
         # The doctor only looks at raw parts: it takes them from the reading that accepts the most shapes.
         raw = open_files(path, MODELOPT).index.slots
         self._slots = index.slots
         self._raw = {name: parts for name, slot in raw.items() if (parts := slot.stored_parts())}
         self._reading = reading or COMFY
-        self._origin = origin
+        shapes = {name: slot.entry.shape for name, slot in self._slots.items()}
+        self._origin = Origin(origin, opened.metadata, shapes)
         self.findings = list(index.findings)
-        self.layers: list[LayerCheck] = []
         self.layouts: list[LayerLayout] = []
 
     def run(self, progress: Progress) -> None:
@@ -163,39 +137,20 @@ class _Checker:
             problem = (
                 f"{len(missing)} of {len(packed)} NVFP4 layers have no input_scale: they cannot run W4A4"
             )
-            self._find("info", "uncalibrated", problem, missing[0])
+            self.findings.append(Finding("info", "uncalibrated", problem, missing[0]))
+        self.findings += self._origin.conclude()
 
-        if self._loras:
-            self._tell_loras()
-
-    def _tell_loras(self) -> None:
-        differing = sum(self._has_loras(layer.name) and layer.sqnr_db != math.inf for layer in self.layers)
-        problem = "LoRAs are baked into the weights"
-        if self._origin is not None:
-            problem += f", so {differing} layers differ from the source by them as well as by rounding"
-        self.findings.append(Finding("info", "loras", problem, found=", ".join(self._loras)))
-
-    def _has_loras(self, name: str) -> bool:
-        """Whether LoRAs are baked into a weight; into any, where the file does not say which."""
-        return bool(self._loras) and (self._baked is None or name.removesuffix(".weight") in self._baked)
-
-    def _find(
-        self,
-        severity: Severity,
-        rule: str,
-        problem: str,
-        name: str,
-        found: object = None,
-        expected: object = None,
-    ) -> None:
-        texts = [None if value is None else str(value) for value in (found, expected)]
-        self.findings.append(Finding(severity, rule, problem, name, *texts))
+    @property
+    def layers(self) -> list[LayerCheck]:
+        """What was compared with the source."""
+        return self._origin.layers
 
     def _check(self, name: str) -> None:
         try:
-            wanted = self._wanted(name)
-            if name in self._slots:
-                self._check_value(self._slots[name], self._slots[name].load(), wanted)
+            value = self._slots[name].load() if name in self._slots else None
+            wanted = self._origin.wanted(name, value)
+            if value is not None:
+                self._check_value(self._slots[name].entry, dense(value), wanted)
             self._examine(name, wanted)
         except Cancelled:
             raise
@@ -219,50 +174,12 @@ class _Checker:
             layout = examine(name, part, read, source)
             self.layouts.append(replace(layout, part=part.entry.name if len(parts) > 1 else ""))
 
-    def _wanted(self, name: str) -> Tensor | None:
-        """The source's values for a weight."""
-        if self._origin is None or not name.endswith(".weight"):
-            return None
-        if name in self._origin:
-            return dense(self._origin[name])
-        self._find("warning", "source", "the source does not have this layer", name)
-        return None
-
-    def _check_value(self, slot: Slot, value: Value, wanted: Tensor | None) -> None:
-        entry = slot.entry
-        values = dense(value)
+    def _check_value(self, entry: Entry, values: Tensor, wanted: Tensor | None) -> None:
         if values.is_floating_point() and values.numel() and not _finite(values):
-            self._find("error", "not-finite", "the values hold NaN or infinity", entry.name)
-        if wanted is None:
-            return
-        if tuple(wanted.shape) != entry.shape:
-            problem = "the source has another shape"
-            self._find("error", "source", problem, entry.name, list(entry.shape), list(wanted.shape))
-            return
-        match = closeness(values, wanted)
-        self.layers.append(
-            LayerCheck(entry.name, entry.format, entry.group, match.sqnr_db, match.cosine, match.gain)
-        )
-        if match.sqnr_db == math.inf:
-            return
-        if self._has_loras(entry.name):
-            self._compare_with_loras(entry.name, match)
-        elif not match.cosine >= LEAST_COSINE:
-            problem = "the layer does not look like its source: wrong layout, wrong rotation or another model"
-            found, expected = f"cosine {match.cosine:.4f}", f"at least {LEAST_COSINE}"
-            self._find("error", "source", problem, entry.name, found, expected)
-        elif not 0.8 < match.gain < 1.25:
-            problem = "the layer has its source's direction but not its size: a scale is wrong"
-            self._find("error", "source", problem, entry.name, f"source = {match.gain:.4g} × layer")
-
-    def _compare_with_loras(self, name: str, match: Closeness) -> None:
-        """The source is still in the layer, once and whole: what LoRAs add is hardly ever along it."""
-        share = match.cosine**2 / match.gain if match.gain else math.nan  # ⟨layer, source⟩ / ⟨source, source⟩
-        if match.cosine >= LEAST_COSINE_BAKED and 0.5 < share < 2:
-            return
-        problem = "the layer does not hold its source, which the LoRAs in it do not explain"
-        found = f"cosine {match.cosine:.4f}, {share:.4g} × the source in it"
-        self._find("error", "source", problem, name, found, f"at least {LEAST_COSINE_BAKED}, and 1 ×")
+            problem = "the values hold NaN or infinity"
+            self.findings.append(Finding("error", "not-finite", problem, entry.name))
+        if wanted is not None:
+            self._origin.compare(entry, values, wanted)
 
 
 def _finite(values: Tensor) -> bool:

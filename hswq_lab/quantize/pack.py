@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hswq_lab import packing
-from hswq_lab.attachments import SCALES_KEY
 from hswq_lab.checkpoint import Checkpoint, write
+from hswq_lab.declared import SCALES_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.formats.block_scales import METHODS

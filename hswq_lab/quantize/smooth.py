@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hswq_lab.attachments import SMOOTH_KEY
+from hswq_lab.checkpoint.smoothed import SMOOTH_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.model import check_model

@@ -16,7 +16,7 @@ from hswq_lab.progress import Progress, part
 from hswq_lab.widgets.strength import view_of
 
 if TYPE_CHECKING:
-    from hswq_lab.attachments import Way
+    from hswq_lab.declared import Way
     from hswq_lab.lora import BakeReport, LoraFile
     from hswq_lab.model import Model
     from hswq_lab.models.sampler import Run
