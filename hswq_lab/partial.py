@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SUFFIX = ".hswq-partial"
 _LONGEST_NAME = 255  # bytes, on every usual file system
 _CHUNK = 64 * 2**20
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # some network file systems sync no folders
 _PATIENCE = 0.3  # seconds: someone who writes a few lines, or looks whether this is a leftover, is soon done
 
 
@@ -25,7 +26,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a small file whole or not at all, and the folders that lead to it.
 
     Raises:
-        HswqError: it cannot be written; what was there before is still there.
+        HswqError: it cannot be written; what was there before is still there (but see `PartialFile.commit`).
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +133,22 @@ class PartialFile:
         """Give the bytes the target's name.
 
         Raises:
-            HswqError: the disk refuses; the target is then what it was.
+            HswqError: the disk refuses, and the target is what it was; or, as the message then says, the file is
+                there, but the folder's entry may not be durable.
         """
         try:
             self._path.replace(self.target)
-            _sync_folder(self.target.parent)
         except OSError as error:
             raise _refused(self.target, error) from error
+        try:
+            _sync_folder(self.target.parent)
+        except OSError as error:
+            raise HswqError(
+                "the file is written under its name, but a power cut now may undo that: its folder cannot be synced",
+                file=self.target,
+                found=error,
+                fix="check the disk, and that the file is there after the next start",
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -161,11 +171,15 @@ def _refused(target: Path, error: OSError) -> HswqError:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Makes a folder's entries durable, where its file system knows how to."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(handle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,30 @@ def test_any_run_removes_what_a_dead_one_left_in_the_temporary_folder(pack_file,
         assert sorted(tmp_path.iterdir()) == sorted([mine, other])
     finally:
         os.close(handle)
+
+
+def refuse_to_sync_folders(monkeypatch, code):
+    fsync = os.fsync
+
+    def refused(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refused)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_syncs_no_folders_serves(tmp_path, monkeypatch, code):
+    refuse_to_sync_folders(monkeypatch, code)
+    assert len(Checkpoint.open(write(tmp_path / "x.safetensors", VALUES.items()))) == len(VALUES)
+
+
+def test_a_folder_that_cannot_be_synced_is_said_and_the_file_is_not_said_to_be_missing(tmp_path, monkeypatch):
+    refuse_to_sync_folders(monkeypatch, errno.EIO)
+    with pytest.raises(HswqError, match="is written under its name, but a power cut"):
+        write_whole(tmp_path / "x.json", b"{}")
+    assert (tmp_path / "x.json").read_bytes() == b"{}"
 
 
 def test_a_file_system_without_locks_loses_nothing_and_serves(tmp_path, monkeypatch):
