@@ -32,6 +32,7 @@ from hswq_lab.quantize import (
     gather_moments,
     greedy,
     observe,
+    observe_for,
     pareto,
     smooth,
     with_input_scales,
@@ -159,9 +160,9 @@ class Bench:
         unrotated = dict.fromkeys(self.model.layers())
         return smooth(self.model, observe(self.model, self.captions[:24], steps=6, groups=unrotated))
 
-    def ranges(self, model: Model) -> CalibrationReport:
-        """Activation ranges of a 16-bit model in the rotated basis."""
-        return observe(model, self.captions[:RANGES])
+    def ranges(self, pack: Model, source: Model) -> CalibrationReport:
+        """Activation ranges of the 16-bit source of a pack, each in the basis of the packed layer."""
+        return observe_for(pack, source, self.captions[:RANGES])
 
     def plan(self, row: Row) -> Plan:
         """The row's plan; that of the plain model for the smoothed one too."""
@@ -197,7 +198,7 @@ class Bench:
             source, plan, row.scales, moments=moments, bases=bases, activation_scales=row.activations
         )
         seconds = time.process_time() - started
-        pack = with_input_scales(pack, self.ranges(source))
+        pack = with_input_scales(pack, self.ranges(pack, source))
         report = hl.compare(self.model, {mode: pack.in_mode(mode) for mode in ("tc", "parity")})
         result: dict[str, Any] = {
             "bits": pack.report().bits_per_weight,

@@ -123,6 +123,21 @@ class Nvfp4ScaledLinear(Nvfp4Linear):
         raise HswqError("the layer has no scale for its activations", tensor=self.name, found=self.resolved)
 
 
+def split_by_basis(x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """What stays out of the rounding of x, x Pᵀ, and what is rounded, x − (x Pᵀ) P / K.
+
+    Args:
+        x: [M, K], unrotated.
+        basis: P [r, K], any float dtype, rows of mean square 1.
+
+    Returns:
+        [M, r] and [M, K] in x's dtype.
+    """
+    basis = basis.to(x.dtype)
+    inside = functional.linear(x, basis)
+    return inside, torch.addmm(x, inside, basis, alpha=-1 / x.shape[1])
+
+
 class Nvfp4TensorCoreLinear(Nvfp4ScaledLinear):
     """An NVFP4 weight with NVFP4 activations (W4A4, "tc"); counts the blocks that a static scale clips.
 
@@ -142,9 +157,7 @@ class Nvfp4TensorCoreLinear(Nvfp4ScaledLinear):
         """See `LabLinear.multiply`."""
         if self._basis is None:
             return self._rounded(x)
-        basis = self._basis.to(x.dtype)
-        inside = functional.linear(x, basis)
-        rest = torch.addmm(x, inside, basis, alpha=-1 / self.in_features)
+        inside, rest = split_by_basis(x, self._basis)
         return torch.addmm(self._rounded(rest), inside, self._up.to(x.dtype).T)
 
     def _rounded(self, x: Tensor) -> Tensor:

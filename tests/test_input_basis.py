@@ -15,8 +15,20 @@ from hswq_lab.errors import HswqError
 from hswq_lab.layers import make_linear
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.modes import ModeRequest, resolve
-from hswq_lab.quantize import Plan, gather_bases, observe_for, pack, sensitivity, with_input_scales
+from hswq_lab.quantize import (
+    Plan,
+    gather_bases,
+    gather_moments,
+    impact_of_pack,
+    observe,
+    observe_for,
+    pack,
+    sensitivity,
+    with_input_scales,
+)
+from hswq_lab.quantize.activations import Activations
 from hswq_lab.quantize.bases import SecondMoment
+from hswq_lab.quantize.trial import Trial, TrialSettings
 
 N, K, RANK = 48, 64, 4
 RUN = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 2}
@@ -89,6 +101,37 @@ def test_any_basis_is_exact_but_for_rounding(inputs):
     assert relative(layer(weight(anything))(x), x @ w.T) < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("larger", ["the input", "what the basis leaves"])
+def test_a_calibrated_layer_does_not_clip_what_it_was_calibrated_on(inputs, dtype, larger):
+    x, basis = inputs[0].to(dtype), inputs[1]
+    if larger != "the input":
+        basis = basis[:1].repeat(3, 1)  # takes a direction away three times: twice of it is left
+    seen = Activations("x", 64, K, None, x.device, basis)
+    seen.add(x)
+    calibrated = layer(seen.calibrated(weight(basis)))
+    calibrated(x)
+    assert calibrated.counts.blocks == 64 * K // 16
+    assert calibrated.counts.clipped == 0
+    whole = Activations("x", 64, K, seen.needed_scale, x.device)
+    whole.add(x)  # as mode tc8 and programs that do not know the basis round it
+    assert whole.clipped == 0
+    assert (whole.amax == seen.amax) == (larger == "the input")
+
+
+def test_clipping_is_counted_on_what_is_rounded(inputs):
+    x, basis = inputs
+    scale = torch.tensor(9 / 2688)
+    seen = Activations("x", 64, K, float(scale), x.device, basis)
+    seen.add(x)
+    run = layer(weight(basis).with_input_scale(scale))
+    run(x)
+    plain = Activations("x", 64, K, float(scale), x.device)
+    plain.add(x)
+    assert (seen.blocks, seen.clipped) == (run.counts.blocks, run.counts.clipped)
+    assert seen.clipped < plain.clipped
+
+
 def test_principal_directions_of_rows_of_length_one(inputs):
     x, _ = inputs
     moment = SecondMoment(K, torch.device("cpu"))
@@ -110,6 +153,57 @@ def test_principal_directions_of_rows_of_length_one(inputs):
 def ranked(tiny_model):
     packed = pack(tiny_model, RANKED, bases=gather_bases(tiny_model, **RUN), activation_scales="four_six")
     return with_input_scales(packed, observe_for(packed, tiny_model, **RUN))
+
+
+def test_a_calibrated_pack_does_not_clip_its_own_captions():
+    model = hl.load("mini-zimage", device="cpu")
+    run = {"prompts": model.prompts[:2], "seeds": [1, 2], "steps": 3}
+    packed = pack(model, Plan({"*": "nvfp4+r4"}), bases=gather_bases(model, **run))
+    calibrated = with_input_scales(packed, observe_for(packed, **run)).in_mode("parity")
+    report = observe(calibrated, **run)
+    assert {row.rank for row in report.rows} == {4}
+    assert all(row.blocks for row in report.rows)
+    assert sum(row.clipped for row in report.rows) == 0
+    assert report.exceeding == []
+    blind = observe(calibrated, **run, bases={})  # looks at whole inputs only
+    assert any(blind.of(row.layer).amax < row.amax for row in report.rows)
+    with pytest.raises(HswqError, match=r"another basis.*of rank 0.*of rank 4.*observe_for"):
+        with_input_scales(packed, blind)
+
+
+def test_every_way_to_measure_a_ranked_layer_gives_it_one_scale(tiny_model, monkeypatch):
+    name = "layers.1.feed_forward.w3"
+    bases = {name: gather_bases(tiny_model, **RUN)[name][:1].repeat(3, 1)}  # leaves more than it takes
+    packed = pack(tiny_model, Plan({name: "nvfp4+r3"}), bases=bases)
+    needed = observe_for(packed, tiny_model, **RUN).of(name).needed
+    assert needed > 1.01 * observe(tiny_model, **RUN).of(name).needed
+    own = with_input_scales(packed, observe_for(packed, **RUN)).in_mode("parity")
+    assert observe(own, **RUN).of(name).exceeds == 1.0  # looks with the pack's own bases
+    moments = gather_moments(tiny_model, {name: 64}, **RUN, bases=bases)[name]
+    assert moments.input_scale == needed
+    run_with, run = {}, Trial.run
+
+    def look(trial, weights):
+        run_with.update({layer: float(weight.input_scale) for layer, weight in weights.items()})
+        return run(trial, weights)
+
+    monkeypatch.setattr(Trial, "run", look)
+    impact_of_pack(tiny_model, packed, **RUN)
+    # The trial runs all captions in one batch, so sums differ in their last bits.
+    assert run_with == {name: pytest.approx(needed, rel=1e-4)}
+
+
+def test_sensitivity_gives_a_ranked_layer_the_scale_of_what_its_basis_leaves(tiny_model):
+    trial = Trial(tiny_model, TrialSettings((("a thing", 1), ("another", 2)), 2, 2.5, 1.5, (16, 16), "rtn"))
+    for name in tiny_model.layers():
+        weight = trial.packed(name, "nvfp4+r2")
+        module = trial.module(name, weight)
+        module(trial.inputs(name))
+        assert module.counts.clipped == 0, name
+    blind = {name: trial.activations(name, rotated=True).amax for name in tiny_model.layers()}
+    seen = {name: trial.activations(name, rotated=True, rank=2).amax for name in tiny_model.layers()}
+    assert all(seen[name] >= blind[name] for name in blind)
+    assert any(seen[name] > blind[name] for name in blind)
 
 
 def test_files_hold_it_and_reports_name_it(ranked, tiny_model, tmp_path, capsys):

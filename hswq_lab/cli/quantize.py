@@ -9,7 +9,7 @@ from hswq_lab.arguments import positive
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.cli.common import bar, finish, load, say, say_written, table, workers
 from hswq_lab.errors import HswqError
-from hswq_lab.quantize.calibrate import observe_for, with_input_scales
+from hswq_lab.quantize.calibrate import clipping_warnings, observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport
 from hswq_lab.quantize.pack import pack_to_file
 from hswq_lab.quantize.plan import KEPT, Plan
@@ -105,7 +105,7 @@ def calibrate(args: argparse.Namespace) -> int:
     calibrated = with_input_scales(packed, report, args.headroom)
     with bar("writing") as progress:
         hl.save(calibrated, args.out, progress=progress)
-    for text in report.warnings:
+    for text in [*report.warnings, *clipping_warnings(args.headroom)]:
         say(f"warning: {text}")
     for layer in report.unreached:
         say(f"no scale: {layer} was never reached, or only zeros came")

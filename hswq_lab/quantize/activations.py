@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from hswq_lab import ops
 from hswq_lab.errors import HswqError
+from hswq_lab.layers import split_by_basis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from hswq_lab.formats import Nvfp4Weight
     from hswq_lab.layers import LabLinear
 
-CLIPS_AT = 2688.0
-"""An input_scale s holds magnitudes up to 2688·s: the largest block scale 448 times the largest code 6."""
+LARGEST_CODE, LARGEST_SCALE = 6.0, 448.0
+"""An input_scale s holds magnitudes up to 2688·s: the largest block scale times the largest code."""
 
 BLOCK = 16
 _BINS_PER_OCTAVE = 32
@@ -28,20 +30,33 @@ _BINS = 128 * _BINS_PER_OCTAVE
 class Activations:
     """Running statistics of one layer's rotated inputs.
 
+    With an input basis two things are looked at: the whole input, which modes and programs that do not know the
+    basis round, and what the basis leaves of it, which mode tc rounds. Either may be the larger one.
+
     Args:
         layer: its name.
         group: the rotation group to look in; None: unrotated.
         k: in features.
         input_scale: count the blocks that this scale clips; None: count none.
         device: where the inputs are.
+        basis: the layer's input basis [r, K], if it has one.
     """
 
     def __init__(
-        self, layer: str, group: int | None, k: int, input_scale: float | None, device: torch.device
+        self,
+        layer: str,
+        group: int | None,
+        k: int,
+        input_scale: float | None,
+        device: torch.device,
+        basis: Tensor | None = None,
     ) -> None:
         self.layer = layer
         self.group = group
+        self.rank = 0 if basis is None else len(basis)
+        self._basis = None if basis is None else basis.to(device)
         self.input_scale = input_scale
+        self._scale = None if input_scale is None else torch.tensor(input_scale, device=device)
         self.rows = 0
         self.blocks = 0
         self._clipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -51,10 +66,14 @@ class Activations:
 
     def add(self, x: Tensor) -> None:
         """Takes in x [..., K], unrotated."""
-        rotated = ops.rotate(x.reshape(-1, x.shape[-1]).float(), self.group)
-        if not rotated.numel():
+        rows = x.reshape(-1, x.shape[-1])
+        if not rows.numel():
             return
-        largest = rotated.abs().amax(dim=1)
+        rotated = ops.rotate(rows.float(), self.group)
+        largest, rest = rotated.abs().amax(dim=1), rows
+        if self._basis is not None:
+            _, rest = split_by_basis(rows, self._basis)
+            largest = torch.maximum(largest, ops.rotate(rest.float(), self.group).abs().amax(dim=1))
         self.rows += len(rotated)
         # maximum() carries NaN on, so that `amax` can refuse it.
         self._amax = torch.maximum(self._amax, largest.amax())
@@ -62,15 +81,13 @@ class Activations:
         octaves = torch.log2(largest.nan_to_num(posinf=0.0).clamp(min=2.0**_LOWEST)) - _LOWEST
         bins = (octaves * _BINS_PER_OCTAVE).long().clamp(max=_BINS - 1)
         self._histogram += torch.bincount(bins, minlength=_BINS)
-        if self.input_scale is not None:
-            padded = nn.functional.pad(rotated, (0, -rotated.shape[1] % BLOCK))
-            blocks = padded.unflatten(1, (-1, BLOCK)).abs().amax(dim=2)
-            self.blocks += blocks.numel()
-            self._clipped += (blocks > CLIPS_AT * self.input_scale).sum()
+        if self._scale is not None:
+            self.blocks += len(rows) * -(-rows.shape[1] // BLOCK)
+            self._clipped += ops.rotate_quantize_nvfp4_counted(rest, self._scale, self.group)[2]
 
     @property
     def amax(self) -> float:
-        """The largest magnitude so far, 0 before the first row.
+        """The largest magnitude so far, of the whole inputs and of what is rounded; 0 before the first row.
 
         Raises:
             HswqError: the inputs held NaN or infinity.
@@ -82,9 +99,21 @@ class Activations:
 
     @property
     def needed_scale(self) -> float | None:
-        """amax / 2688 in fp32, None where that is 0."""
-        scale = torch.tensor(self.amax, dtype=torch.float32) / CLIPS_AT
+        """amax / 2688 in fp32, None where that is 0.
+
+        Where rounding would leave a block scale beyond 448, and the largest block count as clipped, it is the
+        next number up.
+        """
+        amax = torch.tensor(self.amax, dtype=torch.float32)
+        scale = amax / (LARGEST_CODE * LARGEST_SCALE)
+        while scale > 0 and amax / LARGEST_CODE / scale > LARGEST_SCALE:
+            scale = torch.nextafter(scale, amax)
         return float(scale) or None
+
+    def calibrated(self, weight: Nvfp4Weight) -> Nvfp4Weight | None:
+        """The layer's weight with the scale that these inputs need; None where they need none."""
+        scale = self.needed_scale
+        return None if scale is None else weight.with_input_scale(torch.tensor(scale, device=weight.device))
 
     @property
     def mean_square(self) -> Tensor:
@@ -93,7 +122,7 @@ class Activations:
 
     @property
     def clipped(self) -> int:
-        """Blocks of 16 whose largest magnitude the input_scale cannot hold."""
+        """Blocks of 16 of what mode tc rounds whose largest magnitude the input_scale cannot hold."""
         return int(self._clipped)
 
     def row_percentile(self, share: float) -> float:
@@ -137,7 +166,10 @@ def watching(linears: Mapping[str, LabLinear], watchers: Mapping[str, Watcher]) 
 
 @contextmanager
 def observing(
-    linears: Mapping[str, LabLinear], groups: Mapping[str, int | None], scales: Mapping[str, float]
+    linears: Mapping[str, LabLinear],
+    groups: Mapping[str, int | None],
+    scales: Mapping[str, float],
+    bases: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, Activations]]:
     """`watching` with `Activations`.
 
@@ -145,17 +177,18 @@ def observing(
         linears: the network's Linears by name.
         groups: the layers to watch, each with the rotation group to look in.
         scales: layer → input_scale whose clipping is counted, where there is one.
+        bases: layer → input basis, where there is one; None: nowhere.
 
     Raises:
         HswqError: an unknown layer.
     """
-    watched = {}
+    watched, bases = {}, bases or {}
     for layer, group in groups.items():
         if layer not in linears:
             raise HswqError("the model has no such layer to observe", tensor=layer)
         linear = linears[layer]
         watched[layer] = Activations(
-            layer, group, linear.in_features, scales.get(layer), linear.weight.device
+            layer, group, linear.in_features, scales.get(layer), linear.weight.device, bases.get(layer)
         )
     with watching(linears, watched):
         yield watched

@@ -14,7 +14,7 @@ from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
-from hswq_lab.quantize.observe import CalibrationReport, observe
+from hswq_lab.quantize.observe import CalibrationReport, input_bases, observe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,8 @@ def calibrate(
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps; all of them count.
         cfg: guidance scale.
-        headroom: room for what was not seen; costs next to nothing, too little clips.
+        headroom: room for what was not seen; costs next to nothing, too little clips: of one below 1, which
+            clips what was seen, a UserWarning tells.
         progress: told after every step.
 
     Raises:
@@ -59,7 +60,7 @@ def calibrate(
     """
     positive(headroom, "the headroom")  # before the work, not after it
     report = observe_for(pack, model, prompts, seeds, steps=steps, cfg=cfg, progress=progress)
-    for text in report.warnings:
+    for text in [*report.warnings, *clipping_warnings(headroom)]:
         warnings.warn(text, stacklevel=2)
     return with_input_scales(pack, report, headroom)
 
@@ -76,6 +77,8 @@ def observe_for(
 ) -> CalibrationReport:
     """`observe` for a pack's NVFP4 layers, each in the basis it is stored in; arguments as of `calibrate`.
 
+    A layer with an input basis is held against both the whole input and what the basis leaves of it.
+
     The report warns where the pack has LoRAs, in its file or on it, that `model` does not have.
     """
     for each in (pack,) if model is None else (pack, model):
@@ -88,7 +91,16 @@ def observe_for(
             fix="give the 16-bit model that the pack was made from, or none",
         )
     source = pack.in_mode("parity") if model is None else model
-    report = observe(source, prompts, seeds, steps=steps, cfg=cfg, groups=groups, progress=progress)
+    report = observe(
+        source,
+        prompts,
+        seeds,
+        steps=steps,
+        cfg=cfg,
+        groups=groups,
+        bases=input_bases(pack),
+        progress=progress,
+    )
     missing = [lora for lora in _loras_of(pack) if lora not in _loras_of(source)]
     if not missing:
         return report
@@ -105,8 +117,17 @@ def _loras_of(model: Model) -> list[str]:
     return [lora.rpartition(" (")[0] for lora in told]
 
 
+def clipping_warnings(headroom: float) -> list[str]:
+    """What is to be said about a headroom below 1; nothing about another."""
+    if headroom >= 1:
+        return []
+    return [f"a headroom of {headroom:g} clips inputs that calibration saw: take 1 or more"]
+
+
 def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 1.0) -> Model:
     """A new pack whose NVFP4 layers carry the scales of a report; a layer that it never reached gets no key.
+
+    A headroom below 1 is taken as it is, to see what clipping does.
 
     Raises:
         HswqError: the headroom is not a positive number, or a layer was observed in another basis than it is
@@ -117,12 +138,13 @@ def with_input_scales(pack: Model, report: CalibrationReport, headroom: float = 
     values = {}
     for layer, entry in _nvfp4_entries(pack).items():
         row = needed.get(layer)
-        if row is not None and row.group != entry.group:
+        if row is not None and (row.group, row.rank) != (entry.group, entry.rank):
             raise HswqError(
                 "the layer was observed in another basis than it is stored in",
                 tensor=layer,
-                found=f"rotation group {row.group}",
-                expected=f"rotation group {entry.group}",
+                found=f"rotation group {row.group}, input basis of rank {row.rank}",
+                expected=f"rotation group {entry.group}, input basis of rank {entry.rank}",
+                fix="take the report of observe_for(pack, model)",
             )
         weight = pack.checkpoint[f"{layer}.weight"]
         if not isinstance(weight, Nvfp4Weight):

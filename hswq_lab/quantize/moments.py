@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hswq_lab import ops
+from hswq_lab.layers import split_by_basis
 from hswq_lab.progress import part, silent
 from hswq_lab.quantize.activations import watching
 from hswq_lab.quantize.observe import observe
@@ -74,7 +75,7 @@ class _MomentSums:
         device: torch.device,
     ) -> None:
         self.group = group
-        self._basis = None if basis is None else basis.to(device, torch.float32)
+        self._basis = None if basis is None else basis.to(device)
         self._method = method
         self.scale = torch.tensor(input_scale, device=device)
         self.fold = 0
@@ -84,17 +85,14 @@ class _MomentSums:
 
     def add(self, x: Tensor) -> None:
         """Takes in x [..., K], unrotated."""
-        rows = x.reshape(-1, x.shape[-1]).float()
-        inside = torch.zeros_like(rows)
-        if self._basis is not None:
-            inside = rows @ self._basis.T @ self._basis / rows.shape[1]
-        codes, scales, _ = ops.rotate_quantize_nvfp4_counted(
-            rows - inside, self.scale, self.group, self._method
-        )
+        rows = x.reshape(-1, x.shape[-1])
+        rest = rows if self._basis is None else split_by_basis(rows, self._basis)[1]
+        codes, scales, _ = ops.rotate_quantize_nvfp4_counted(rest, self.scale, self.group, self._method)
         shape = (rows.shape[0], rows.shape[1])
         quantised = ops.dequantize_nvfp4(codes, scales, self.scale, shape, torch.float32)
-        quantised += ops.rotate(inside, self.group)
-        rotated = ops.rotate(rows, self.group)
+        rotated = ops.rotate(rows.float(), self.group)
+        if self._basis is not None:
+            quantised += rotated - ops.rotate(rest.float(), self.group)
         self._gram[self.fold] += quantised.T @ quantised
         self._cross[self.fold] += rotated.T @ quantised
         self._rows[self.fold] += len(rows)
@@ -126,8 +124,7 @@ def gather_moments(
         model: 16-bit; not changed.
         groups: layer → rotation group in which it will be stored; 16·K² bytes a layer are needed.
         prompts: one for each seed, or one for all; the model's own by default. The more, and the more
-            different, the
-            better: what is fitted to few captions is worse on all others.
+            different, the better: what is fitted to few captions is worse on all others.
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         bases: layer → the input basis that it will have, at its rank, from `gather_bases`.
         activation_scales: how block scales of the activations will be found.
@@ -146,7 +143,9 @@ def gather_moments(
     texts, numbers = [prompt for prompt, _ in pairs], [seed for _, seed in pairs]
     total = 2 * len(pairs)
     first = part(tell, 0, len(pairs), total)
-    report = observe(model, texts, numbers, steps=steps, cfg=cfg, groups=groups, progress=first)
+    report = observe(
+        model, texts, numbers, steps=steps, cfg=cfg, groups=groups, bases=bases or {}, progress=first
+    )
     copy = model.on(model.device)
     linears = copy.linears()
     sums = {

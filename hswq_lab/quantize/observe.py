@@ -34,12 +34,13 @@ class LayerActivations:
         layer: its name.
         group: rotation group in which they were measured.
         rows: number of input rows seen; 0 if the layer was never reached.
-        amax: largest magnitude after rotation.
-        p999: 99.9th percentile over rows of the row's largest magnitude after rotation: a diagnostic only.
+        amax: largest magnitude after rotation; with an input basis, of the whole input and of what it leaves.
+        p999: 99.9th percentile over rows of the row's largest magnitude, likewise: a diagnostic only.
         needed: amax / 2688, the input_scale that clips nothing; None if never reached or all inputs were 0.
         input_scale: what the model has now, None if it has none.
         blocks: blocks of 16 inputs held against that scale; 0 without one.
         clipped: those of them that it clips.
+        rank: of the input basis; 0 without one.
     """
 
     layer: str
@@ -51,6 +52,7 @@ class LayerActivations:
     input_scale: float | None
     blocks: int = 0
     clipped: int = 0
+    rank: int = 0
 
     @property
     def exceeds(self) -> float | None:
@@ -111,7 +113,7 @@ class CalibrationReport(Result):
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer: layer, group, rows, amax, p999, needed, input_scale, blocks, clipped, exceeds."""
+        """One row a layer: its values as in `LayerActivations`, in their order, then exceeds."""
         return pd.DataFrame([{**vars(row), "exceeds": row.exceeds} for row in self.rows])
 
 
@@ -123,6 +125,7 @@ def observe(
     steps: int = 12,
     cfg: float = 2.5,
     groups: Mapping[str, int | None] | None = None,
+    bases: Mapping[str, Tensor] | None = None,
     progress: Progress | None = None,
 ) -> CalibrationReport:
     """Runs a model over prompts and records the range of every layer's rotated inputs; changes nothing.
@@ -134,6 +137,7 @@ def observe(
         steps: Euler steps; every step is observed.
         cfg: guidance scale; the unconditional half is observed too.
         groups: layer → rotation group; by default that of the packed weight, else the one that belongs to K.
+        bases: layer → input basis that its weight has or will have; by default those of the packed weights.
         progress: told after every step.
 
     Raises:
@@ -149,7 +153,8 @@ def observe(
             for layer, entry in entries.items()
         }
     scales = {layer: scale for layer in groups if (scale := _input_scale(model, layer)) is not None}
-    with observing(copy.linears(), groups, scales) as watched:
+    bases = input_bases(model) if bases is None else bases
+    with observing(copy.linears(), groups, scales, bases) as watched:
         for done, (prompt, seed) in enumerate(pairs):
             tell = part(progress or silent, done, done + 1, len(pairs))
             copy.generate(prompt, seed, steps, cfg, progress=tell)
@@ -164,6 +169,17 @@ def observe(
         rows=[_row(statistics) for statistics in watched.values()],
         mean_squares={layer: statistics.mean_square for layer, statistics in watched.items()},
     )
+
+
+def input_bases(model: Model) -> dict[str, Tensor]:
+    """Layer → input basis, for the packed weights that have one."""
+    ranked = [layer for layer in model.layers() if model.checkpoint.entry(f"{layer}.weight").rank]
+    weights = ((layer, model.checkpoint[f"{layer}.weight"]) for layer in ranked)
+    return {
+        layer: weight.basis
+        for layer, weight in weights
+        if isinstance(weight, Nvfp4Weight) and weight.basis is not None
+    }
 
 
 def _input_scale(model: Model, layer: str) -> float | None:
@@ -188,4 +204,5 @@ def _row(statistics: Activations) -> LayerActivations:
         input_scale=statistics.input_scale,
         blocks=statistics.blocks,
         clipped=statistics.clipped,
+        rank=statistics.rank,
     )

@@ -15,7 +15,7 @@ from hswq_lab import packing
 from hswq_lab.arguments import list_of_texts, path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
-from hswq_lab.formats import PackedWeight
+from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.model import check_model
 from hswq_lab.progress import silent
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
@@ -25,7 +25,7 @@ from hswq_lab.quantize.trial import Trial, TrialSettings
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -146,13 +146,27 @@ def impact_of_pack(
         raise HswqError("no layer of this model is packed", tensor=pack.name)
     settings = _settings(model, prompts, seeds, steps, cfg, "sweep")
     trial, rows = Trial(model, settings), []
+    trial.pulse = partial(progress or silent, 0, len(packed), "reference run")
+    ready = _calibrated(trial, packed)
     for done, (layer, weight) in enumerate(packed.items()):
         trial.pulse = partial(progress or silent, done, len(packed), layer)
-        ready = weight if "input_scale" in weight.disk_tensors() else trial.calibrated(layer, weight)
-        rows.append(_measured(trial, layer, weight.format, ready))
+        rows.append(_measured(trial, layer, weight.format, ready[layer]))
     (progress or silent)(len(packed), len(packed), "done")
     seconds = time.monotonic() - started
     return replace(_filled(_empty_report(model, settings), rows, seconds), scales=f"as in {pack.name}")
+
+
+def _calibrated(trial: Trial, packed: Mapping[str, PackedWeight]) -> dict[str, PackedWeight | None]:
+    """Weights that can run W4A4: those without an input_scale get that of the reference run, None if it has none."""
+    bare = {
+        layer: weight
+        for layer, weight in packed.items()
+        if isinstance(weight, Nvfp4Weight) and weight.input_scale is None
+    }
+    groups = {layer: weight.group for layer, weight in bare.items()}
+    bases = {layer: weight.basis for layer, weight in bare.items() if weight.basis is not None}
+    observed = trial.observed(groups, bases) if bare else {}
+    return {**packed, **{layer: observed[layer].calibrated(weight) for layer, weight in bare.items()}}
 
 
 def measure_elsewhere(spec: ModelSpec, settings: TrialSettings, units: Sequence[Unit]) -> list[LayerImpact]:

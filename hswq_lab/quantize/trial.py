@@ -116,7 +116,7 @@ class Trial:
         self._replay = Replay(self._network, model.config.stages())
         self._weights: dict[tuple[str, str], PackedWeight | None] = {}
         self._inputs: dict[str, list[Tensor]] = {}
-        self._observed: dict[bool, dict[str, Activations]] = {}
+        self._observed: dict[tuple[bool, int], dict[str, Activations]] = {}
 
     @cached_property
     def reference(self) -> Tensor:
@@ -125,31 +125,48 @@ class Trial:
         self._replay.begin((), recording=True)
         with observing(self._linears, self._groups(rotated=True), {}) as observed, self._sampling_inputs():
             latents = self._sample()
-        self._observed[True] = observed
+        self._observed[True, 0] = observed
         return latents
 
-    def activations(self, layer: str, *, rotated: bool) -> Activations:
-        """Statistics of a layer's inputs in the reference run, in a rotated weight's basis or as they are."""
-        if rotated not in self._observed:
-            _ = self.reference
-        if rotated not in self._observed:
-            # Recording, since a stage that is replayed sees no input.
-            self._replay.begin((), recording=True)
-            with observing(self._linears, self._groups(rotated=rotated), {}) as observed:
-                self._sample()
-            self._observed[rotated] = observed
-        return self._observed[rotated][layer]
+    def activations(self, layer: str, *, rotated: bool, rank: int = 0) -> Activations:
+        """Statistics of a layer's inputs in the reference run.
+
+        Args:
+            layer: its name.
+            rotated: in a rotated weight's basis, or as they are.
+            rank: of the trial's own input basis; 0: none.
+        """
+        _ = self.reference
+        if (rotated, rank) not in self._observed:
+            bases = {name: basis[:rank] for name, basis in self._bases.items()} if rank else {}
+            self._observed[rotated, rank] = self.observed(self._groups(rotated=rotated), bases)
+        return self._observed[rotated, rank][layer]
+
+    def observed(
+        self, groups: Mapping[str, int | None], bases: Mapping[str, Tensor]
+    ) -> dict[str, Activations]:
+        """Statistics of layers' inputs in the reference run, in any basis.
+
+        Args:
+            groups: layer → rotation group.
+            bases: layer → input basis, where there is one.
+        """
+        # Recording, since a stage that is replayed sees no input.
+        self._replay.begin((), recording=True)
+        with observing(self._linears, groups, {}, bases) as observed:
+            self._sample()
+        return observed
 
     @cached_property
-    def _bases(self) -> dict[str, SecondMoment]:
-        """Second moments of all inputs in the reference run."""
+    def _bases(self) -> dict[str, Tensor]:
+        """The principal directions of all inputs in the reference run, as `gather_bases` finds them."""
         sums = {
             name: SecondMoment(each.in_features, self.model.device) for name, each in self._linears.items()
         }
         self._replay.begin((), recording=True)
         with watching(self._linears, sums):
             self._sample()
-        return sums
+        return {name: each.basis() for name, each in sums.items()}
 
     def inputs(self, layer: str) -> Tensor:
         """Some of the layer's unrotated inputs in the reference run, [rows, K]; none if never reached."""
@@ -172,11 +189,13 @@ class Trial:
         """
         if (layer, form) not in self._weights:
             wanted = layer_format(form, self._linears[layer].in_features)
-            weight = self._pack(layer, wanted.format, wanted.group)
+            weight: PackedWeight | None = self._pack(layer, wanted.format, wanted.group)
             if isinstance(weight, Nvfp4Weight):
-                basis = self._bases[layer].basis(wanted.rank) if wanted.rank else None
+                basis = self._bases[layer][: wanted.rank] if wanted.rank else None
                 weight = replace(weight, basis=basis, activation_scales=self.settings.activation_scales)
-            self._weights[layer, form] = self.calibrated(layer, weight)
+                rotated = wanted.group is not None
+                weight = self.activations(layer, rotated=rotated, rank=wanted.rank).calibrated(weight)
+            self._weights[layer, form] = weight
         return self._weights[layer, form]
 
     @property
@@ -190,13 +209,6 @@ class Trial:
             return gptq_weight(self.weight(layer), moments)
         name = f"{layer}.weight"
         return packing.pack_weight(self.weight(layer), stored, group, self.settings.scales, name=name)
-
-    def calibrated(self, layer: str, weight: PackedWeight) -> PackedWeight | None:
-        """An NVFP4 weight with the input_scale of the reference run; None if the layer is never reached."""
-        if not isinstance(weight, Nvfp4Weight):
-            return weight
-        scale = self.activations(layer, rotated=weight.group is not None).needed_scale
-        return None if scale is None else weight.with_input_scale(torch.tensor(scale, device=weight.device))
 
     def module(self, layer: str, weight: PackedWeight) -> LabLinear:
         """The layer with a packed weight, as it runs in mode tc."""
