@@ -131,6 +131,40 @@ def test_awq_scales_are_folded_into_the_weight(tmp_path):
         )
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_awq_of_an_unknown_producer_is_told_by_its_source_and_refused_without(tmp_path, split):
+    """Folding hides what is stored: nothing but the stored parts can tell the layout."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layers.0.attention.to_{p}": structured(128, 256, i) for i, p in enumerate("qkv")}
+    weights = weights if split else {"a": structured(128, 256)}
+    tensors = {}
+    for layer, w in weights.items():
+        scale = torch.rand(256, generator=generator) + 0.5
+        stored = as_modelopt(nvfp4((w.float() / scale).bfloat16())) | {"pre_quant_scale": scale}
+        tensors |= {f"{layer}.{key}": value for key, value in stored.items()}
+    file = save(tmp_path / "x.safetensors", tensors)
+    with pytest.raises(HswqError, match="cannot be told completely"):
+        convert(file, tmp_path / "ours.safetensors")
+    name = "layers.0.attention.qkv.weight" if split else "a.weight"
+    source = Checkpoint.from_mapping({name: torch.cat(list(weights.values()))})
+    by_source = convert(file, tmp_path / "by_source.safetensors", source=source)
+    by_name = convert(file, tmp_path / "by_name.safetensors", producer="modelopt")
+    assert by_source.rows[0].source_after_db > 15
+    assert Checkpoint.open(by_source.path)[name].same_bits(Checkpoint.open(by_name.path)[name])
+
+
+def test_a_layout_that_nothing_states_is_not_taken_for_ours(tmp_path):
+    """On noise no statistic speaks against any order: silence is no consent."""
+    w = random_matrix(256, 256)
+    file = file_of(tmp_path / "x.safetensors", as_modelopt(nvfp4(w)))
+    assert any("nothing says in which layout" in text for text in Checkpoint.open(file).warnings)
+    with pytest.raises(HswqError, match="cannot be told completely"):
+        convert(file, tmp_path / "ours.safetensors")
+    ours = file_of(tmp_path / "y.safetensors", nvfp4(w).disk_tensors())
+    report = convert(ours, tmp_path / "ours.safetensors", producer="comfy")
+    assert Checkpoint.open(report.path)["a.weight"].same_bits(nvfp4(w))
+
+
 def pack_with_rotation(w):
     return {
         "n.weight": nvfp4(w, 256, torch.tensor(0.25)),

@@ -53,9 +53,10 @@ def test_nvfp4_without_marker_is_inferred_with_a_warning(file):
     assert parts("a", packed)["a.weight"].shape == (512, 128)
     checkpoint = Checkpoint.open(save(file, parts("a", packed)))
     assert checkpoint["a.weight"].same_bits(packed)
-    assert len(checkpoint.warnings) == 1
-    assert "no marker" in checkpoint.warnings[0]
-    assert "read as nvfp4" in checkpoint.warnings[0]
+    rotation, layout = checkpoint.warnings
+    assert "no marker" in rotation
+    assert "read as nvfp4" in rotation
+    assert "nothing says in which layout" in layout
 
 
 @pytest.mark.parametrize("missing", ["weight_scale", "weight_scale_2", "both"])

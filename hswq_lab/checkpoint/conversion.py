@@ -173,17 +173,19 @@ def _believed(report: CheckReport) -> Reading | None:
     """The reading that the doctor believes, None where the file's own word is good.
 
     Raises:
-        HswqError: the file contradicts how it would be read, and a part of its layout is unknown.
+        HswqError: the file contradicts how it would be read, or does not say it, and a part of its layout is unknown.
     """
-    wrong = [
-        finding for finding in report.findings if finding.rule == "layout" and finding.severity != "info"
+    doubts = [
+        finding
+        for finding in report.findings
+        if finding.rule in ("layout", "no-producer") and finding.severity != "info"
     ]
-    if not wrong:
+    if not doubts:
         return None
     if report.layout.reading is not None:
         return report.layout.reading
     raise HswqError(
-        "the layout of this file is not the expected one and cannot be told completely",
+        "the layout of this file is not the expected one, or not stated, and cannot be told completely",
         file=report.path,
         found=str(report.layout).replace("\n", ", "),
         expected="a 16-bit source to compare with, or the producer",

@@ -47,6 +47,10 @@ class FoldedSlot(Slot):
             packing.dequantize(packed) * scale, packed.format, packed.group, "sweep", name=self.entry.name
         )
 
+    def stored_parts(self) -> tuple[PackedSlot, ...]:
+        """See `Slot.stored_parts`."""
+        return (replace(self.inner, channels=self.scale),)
+
 
 def folded(inner: PackedSlot, scale: Stored) -> FoldedSlot:
     """The slot of a weight with a pre_quant_scale.

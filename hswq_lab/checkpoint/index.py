@@ -71,7 +71,7 @@ def build_index(
     metadata: Mapping[str, str],
     reading: Reading | None = None,
     shapes: Mapping[str, tuple[int, int]] | None = None,
-    producer: Reading = COMFY,
+    producer: Reading | None = None,
 ) -> Index:
     """Sort stored tensors into layers and the rest, and make a slot for each.
 
@@ -81,7 +81,7 @@ def build_index(
         reading: how NVFP4 is laid out where names do not tell; None: as ComfyUI does where a marker stands,
             else as the producer does.
         shapes: logical (N, K) by layer, where the caller knows them from the model.
-        producer: the layout of whoever wrote the file.
+        producer: the layout of whoever wrote the file, None where nothing tells.
 
     Returns:
         The index; it holds an error finding for every layer that could not be read.
@@ -92,7 +92,8 @@ def build_index(
         if layer.stored_names["weight"].endswith(".weight_packed"):
             layer.reading = COMPRESSED_TENSORS
         else:
-            layer.reading = reading or (COMFY if MARKER_SUFFIX in layer.parts else producer)
+            told = reading or (COMFY if MARKER_SUFFIX in layer.parts else producer)
+            layer.reading, layer.told = told or COMFY, told is not None
     header_markers = _header_markers(metadata, layers, index)
     packed: dict[str, Slot] = {}  # by the stored name of the weight
     consumed: set[str] = set()

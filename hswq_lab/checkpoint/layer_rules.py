@@ -43,6 +43,7 @@ class Layer:
 
     Attributes:
         name: without prefix and without ".weight".
+        told: whether anything says that this is the reading; else it is ComfyUI's for want of a better one.
         parts: stored tensors by role.
         stored_names: their names, without prefix, by role.
         marker: from the tensor or the header, None where there is neither.
@@ -53,6 +54,7 @@ class Layer:
 
     name: str
     reading: Reading = COMFY
+    told: bool = True
     parts: dict[str, Stored] = field(default_factory=dict)
     stored_names: dict[str, str] = field(default_factory=dict)
     marker: Marker | None = None
@@ -99,6 +101,12 @@ def packed_slot(layer: Layer) -> Slot | None:
             "no-marker",
             f"no marker says how this layer is packed; read as {name} by dtype and shape, not rotated",
             fix="hswq-lab check FILE --source 16BIT tells whether it is rotated",
+        )
+    if name == "nvfp4" and not layer.told:
+        layer.warn(
+            "no-producer",
+            "nothing says in which layout this NVFP4 is; read as ComfyUI's",
+            fix="hswq-lab convert FILE with --producer, or with --source 16BIT, which tells",
         )
     wanted = ("weight", "weight_scale", "weight_scale_2") + (("input_scale",) if kind.calibratable else ())
     if name == "nvfp4":

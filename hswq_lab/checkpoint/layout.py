@@ -128,7 +128,7 @@ def examine(layer: str, slot: PackedSlot, read: Reading, source: Tensor | None =
         layer: its name, for the result.
         slot: its stored parts.
         read: how the file is read, to compare with.
-        source: its 16-bit weight [N, K] (or the first rows of it), unrotated.
+        source: its 16-bit weight [N, K] (or the first rows of it), unrotated; AWQ's factors are in it.
     """
     statistics = _by_statistics(layer, slot, read)
     return statistics if source is None else _by_source(statistics, slot, source)
@@ -138,7 +138,10 @@ def _by_source(known: LayerLayout, slot: PackedSlot, source: Tensor) -> LayerLay
     k = slot.entry.shape[1]
     rows = min(TILE, source.shape[0], slot.parts["weight"].shape[0])
     groups = dict.fromkeys([None, slot.entry.group, group_for(k)])
-    targets = {group: rotate_fp32(source[:rows].float(), group) for group in groups}
+    wanted = source[:rows].float()
+    if slot.channels is not None:
+        wanted = wanted / slot.channels.read().float().reshape(1, -1)
+    targets = {group: rotate_fp32(wanted, group) for group in groups}
     codes = slot.parts["weight"].read_rows(rows)
     found: dict[tuple[str, str, int | None], tuple[float, float]] = {}
     for even, order in product(("high", "low"), _possible_orders(slot)):

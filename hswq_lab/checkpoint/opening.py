@@ -58,7 +58,7 @@ def open_files(
             found=f"{twice} and {prefix}{twice}",
         )
     producer = find_producer(files.files, metadata)
-    index = build_index(stored, metadata, reading, shapes, PRODUCERS[producer or "comfy"])
+    index = build_index(stored, metadata, reading, shapes, None if producer is None else PRODUCERS[producer])
     if looks_like_lora(tensors):
         index.findings.insert(0, _a_lora(tensors))
     if make_native(index, foreign) and not prefix:

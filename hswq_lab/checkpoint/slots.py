@@ -153,11 +153,13 @@ class PackedSlot(Slot):
         parts: stored tensors by role: "weight", "weight_scale", "weight_scale_2", "input_scale",
             "input_basis".
         reading: how its producer laid out NVFP4.
+        channels: [K], what x is multiplied by in front of this weight (AWQ), None if by nothing.
     """
 
     entry: Entry
     parts: Mapping[str, Stored]
     reading: Reading = COMFY
+    channels: Stored | None = None
 
     @property
     def path(self) -> Path:
