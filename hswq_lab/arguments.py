@@ -16,7 +16,7 @@ _COMPUTING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def path_of(value: object, what: str) -> Path:
-    """A path; `what` says whose, for the message.
+    """A path, with ~ as a shell reads it; `what` says whose, for the message.
 
     Raises:
         HswqError: it is neither text nor a path.
@@ -25,7 +25,7 @@ def path_of(value: object, what: str) -> Path:
         raise HswqError(
             f"{what} is named by its path", found=repr(value)[:80], expected="text or a pathlib.Path"
         )
-    return Path(value)
+    return Path(os.path.expanduser(value))  # noqa: PTH111 - Path's own raises where a user is unknown
 
 
 def whole(value: object, what: str, least: int = 1) -> int:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
+from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.models.companion import Companion
 from hswq_lab.partial import write_whole
@@ -91,7 +92,7 @@ def save_captions(path: str | os.PathLike[str], features: Mapping[str, Tensor]) 
     for name in (EMPTY, "__metadata__"):
         if name in features:
             raise HswqError("a captions file cannot hold this prompt", file=path, found=name)
-    target = Path(path)
+    target = path_of(path, "a captions file")
     write_whole(target, to_bytes({prompt or EMPTY: value.contiguous() for prompt, value in features.items()}))
     return target
 

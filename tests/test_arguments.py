@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hswq_lab as hl
-from hswq_lab.arguments import device_of, finite, whole
+from hswq_lab.arguments import device_of, finite, path_of, whole
 from hswq_lab.lora import LoraFile, convert_lora, merge_loras, save_lora
 from hswq_lab.models.mini import mini_companion
 
@@ -159,3 +159,18 @@ def test_numbers_of_numpy_are_numbers():
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(hl.HswqError, match="a factor must be a finite number"):
         finite(value, "a factor")
+
+
+def test_a_tilde_in_a_path_is_the_home_folder_and_an_unknown_user_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert path_of("~/a/b.json", "a file") == tmp_path / "a" / "b.json"
+    assert str(path_of("~no such user/b.json", "a file")) == "~no such user/b.json"
+    plan = hl.Plan({"layers.*": "nvfp4"})
+    assert plan.save("~/plan.json").parent == tmp_path
+    assert hl.Plan.load("~/plan.json") == plan
+
+
+def test_a_tilde_names_a_checkpoint_as_its_whole_path_does(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hl.save(tiny_model, "~/tiny.safetensors") == tmp_path / "tiny.safetensors"
+    assert hl.load("~/tiny.safetensors", device="cpu").checkpoint.path == tmp_path / "tiny.safetensors"

@@ -330,6 +330,17 @@ def test_a_file_is_shown_as_the_map_of_its_matrices(tiny_pack):
     )
 
 
+def test_what_is_not_packed_and_not_in_16_bits_says_so():
+    one = torch.ones(16, 16)
+    tensors = {"a.weight": one, "b.weight": one.bfloat16(), "c.weight": one.half(), "d.weight": one.double()}
+    figure = figure_of(inspect(Checkpoint.from_mapping(tensors)))
+    legend = {trace.name: trace.marker.color for trace in figure.data if trace.type == "bar"}
+    assert set(legend) == {"FP32: 1 layer", "16 bit: 2 layers", "float64: 1 layer"}
+    assert len(set(legend.values())) == 3
+    notes = [note for trace in figure.data[:2] for line in trace.customdata for note in line]
+    assert any("FP32, 16 × 16" in note for note in notes)
+
+
 def test_a_difference_shows_what_differs_and_leaves_out_what_does_not(tiny_model, tiny_pack):
     figure = figure_of(diff(tiny_model, tiny_pack))
     shown = {name for bar in figure.data for name in bar.x}

@@ -96,6 +96,7 @@ def test_csv_and_page(tmp_path):
     assert "a&lt;b&gt;" in page
     assert "<td>a<b>" not in page
     assert "Plotly.newPlot" in page
+    assert "white-space: pre-wrap" in page, "long lines of the summary must not run off a printed page"
     assert 'src="http' not in page, "the page must open offline"
 
 

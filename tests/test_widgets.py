@@ -191,6 +191,15 @@ def test_exports_are_written_and_the_file_is_named(tmp_path, form):
         assert json.loads(path.read_text())["values"] == [1.0, 2.0]
 
 
+def test_an_export_leaves_what_was_exported_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shown = SmallPanel("~/figures")
+    written = [shown.export("csv"), shown.export("csv"), shown.export("json"), shown.export("csv")]
+    names = ["hswq-small.csv", "hswq-small-2.csv", "hswq-small.json", "hswq-small-3.csv"]
+    assert written == [tmp_path / "figures" / name for name in names]
+    assert all(path.stat().st_size > 10 for path in written)
+
+
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_a_static_export_without_a_browser_says_so_and_offers_html(tmp_path, monkeypatch, form):
     monkeypatch.setattr(panel, "why_no_static_export", lambda: "no Chromium was found")

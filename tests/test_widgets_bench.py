@@ -193,6 +193,15 @@ def test_machines_stand_side_by_side():
     assert mine["speedup"] == pytest.approx(4)
     assert mine["best of roofline"] == 0.5
     assert table[table.op == "int8"].fallbacks.tolist() == [20, 20]
+    assert side_by_side({}).empty
+
+
+def test_fallbacks_that_nobody_counted_are_not_shown_as_none():
+    panel = GemmBench(results={"counted": products(CPU), "stored": replace(products(), repeats=0)})
+    assert panel.machines.value.count("<td>–</td>") == 6
+    assert panel.machines.value.count('<td class="n">0</td>') == 5
+    assert panel.machines.value.count('<td class="n">20</td>') == 1
+    panel.close()
 
 
 def test_the_roofline_is_drawn_from_the_measured_limits():

@@ -68,7 +68,7 @@ def side_by_side(results: Mapping[str, GemmBench]) -> pd.DataFrame:
 
     Returns:
         A row a result, M and way to multiply: result, machine, M, op, stage, backend, speedup (geometric mean over
-        the shapes), best TFLOP/s, best of roofline, fallbacks.
+        the shapes), best TFLOP/s, best of roofline, fallbacks (missing where nobody counted them).
     """
     rows = []
     for name, result in results.items():
@@ -86,7 +86,7 @@ def side_by_side(results: Mapping[str, GemmBench]) -> pd.DataFrame:
                     "speedup": geometric_mean([row.speedup for row in mine]),
                     "best TFLOP/s": max(row.tflops for row in mine),
                     "best of roofline": max(row.of_roofline for row in mine),
-                    "fallbacks": sum(row.fallbacks for row in mine),
+                    "fallbacks": sum(row.fallbacks for row in mine) if result.repeats else pd.NA,
                 }
             )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype({"fallbacks": "Int64"} if rows else {})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hswq_lab import ops
+from hswq_lab.arguments import path_of
 from hswq_lab.bench.gemm import TORCH, WHOLE, GemmBench, GemmRow
 from hswq_lab.bench.machine import Roofline
 from hswq_lab.bench.model import ModelBench, ModelRow
@@ -28,7 +29,7 @@ def read_bench(path: str | os.PathLike[str]) -> Bench:
     Raises:
         HswqError: the file cannot be read, or is not such a result.
     """
-    file = Path(path)
+    file = path_of(path, "a stored benchmark")
     content: Any = read_json(file)
     kind = content.get("result") if isinstance(content, dict) else None
     try:
@@ -57,7 +58,7 @@ def read_benches(folder: str | os.PathLike[str]) -> dict[str, Bench]:
     Raises:
         HswqError: the folder is not there, or one of the files is broken.
     """
-    place = Path(folder)
+    place = path_of(folder, "a folder of stored benchmarks")
     if not place.is_dir():
         raise HswqError("there is no such folder of stored benchmarks", file=place)
     return {path.stem: read_bench(path) for path in sorted(place.glob("*.json")) if _is_benchmark(path)}

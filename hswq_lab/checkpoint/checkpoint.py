@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, overload
 
+from hswq_lab.arguments import path_of
 from hswq_lab.checkpoint.header import metadata_text
 from hswq_lab.checkpoint.index import Index
 from hswq_lab.checkpoint.markers import canonical
@@ -100,7 +101,7 @@ class Checkpoint(Mapping[str, Value]):
             opened.index.slots,
             metadata=opened.metadata,
             naming=opened.naming,
-            path=Path(path),
+            path=path_of(path, "a checkpoint"),
             sources=opened.sources,
             index=opened.index,
             warnings=opened.warnings,

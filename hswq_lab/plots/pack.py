@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from hswq_lab.checkpoint.slots import UNPACKED
 from hswq_lab.plots import style
 
 if TYPE_CHECKING:
@@ -61,13 +62,21 @@ def layer_map_figure(report: LoadReport) -> go.Figure:
     )
 
 
+def stored_as(row: InspectRow) -> str:
+    """What a name of a file is stored as: its format, or, unpacked and not in 16 bits, its dtype."""
+    return row.dtype if row.format == UNPACKED and row.bits != 16 else row.format
+
+
 def contents_figure(report: InspectReport) -> go.Figure:
     """The same map from a file alone: every matrix named ….weight."""
     rows = [row for row in report.rows if row.name.endswith(".weight") and len(row.shape) == 2]
     packed = sum(row.scales is not None for row in rows)
     calibrated = sum(row.calibrated for row in rows)
     return tile_map(
-        [Tile(row.name.removesuffix(".weight"), row.format, row.nbytes, _contents_note(row)) for row in rows],
+        [
+            Tile(row.name.removesuffix(".weight"), stored_as(row), row.nbytes, _contents_note(row))
+            for row in rows
+        ],
         f"{len(rows)} matrices, {report.bits_per_weight:.2f} bits a weight",
         f"{Path(report.path).name}: {packed} packed, {calibrated} of them calibrated",
     )
@@ -155,7 +164,7 @@ def _note(row: LayerRow) -> str:
 def _contents_note(row: InspectRow) -> str:
     lines = [
         style.text(row.name),
-        f"{style.format_name(row.format)}, {' × '.join(map(str, row.shape))}, {_rotation(row.group)}",
+        f"{style.format_name(stored_as(row))}, {' × '.join(map(str, row.shape))}, {_rotation(row.group)}",
         f"{row.nbytes:,} bytes, {row.bits:.2f} bits a weight",
     ]
     if row.scales is not None and row.scales.input_scale is not None:

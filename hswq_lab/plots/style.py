@@ -26,8 +26,12 @@ CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 INK, SOFT, GRID, PAPER = "#1d2329", "#5c646e", "#e4e7eb", "#ffffff"
 FONT = "Inter, 'Source Sans 3', 'Liberation Sans', Arial, sans-serif"
 
-_FORMATS = {"nvfp4": VERMILION, "int8": BLUE, "float8": GREEN, "mxfp8": PURPLE, "16-bit": GREY}
-_FORMAT_NAMES = {"nvfp4": "NVFP4", "int8": "INT8", "float8": "FP8", "mxfp8": "MXFP8", "16-bit": "16 bit"}
+_FORMATS = {
+    "nvfp4": VERMILION, "int8": BLUE, "float8": GREEN, "mxfp8": PURPLE, "16-bit": GREY, "float32": SKY,
+}  # fmt: skip
+_FORMAT_NAMES = {
+    "nvfp4": "NVFP4", "int8": "INT8", "float8": "FP8", "mxfp8": "MXFP8", "16-bit": "16 bit", "float32": "FP32",
+}  # fmt: skip
 _VARIANTS = {"parity": BLUE, "tc": VERMILION, "tc8": GREEN, "16-bit": GREY, "auto": GREY}
 
 MOST_LABELS = 90

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hswq_lab.arguments import texts_of
+from hswq_lab.arguments import path_of, texts_of
 from hswq_lab.checkpoint.kinds import KINDS
 from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
@@ -171,7 +171,7 @@ class Plan(Mapping[str, str]):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the plan as JSON that a person can read and edit."""
-        target = Path(path)
+        target = path_of(path, "a plan")
         write_text(target, json.dumps(self.to_dict(), indent=1) + "\n")
         return target
 

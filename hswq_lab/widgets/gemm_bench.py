@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import ipywidgets
+import pandas as pd
 
 from hswq_lab import bench
 from hswq_lab.plots import gemm_figure, pictures_figure, roofline_figure, style
@@ -17,8 +18,6 @@ from hswq_lab.widgets.panel import Panel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import pandas as pd
 
     from hswq_lab.model import Model
 
@@ -260,4 +259,4 @@ def _stage(stage: str) -> str:
 def _cell(value: object) -> object:
     if isinstance(value, float):
         return "not measured" if math.isnan(value) else round(value, 3)
-    return value
+    return "–" if value is pd.NA else value

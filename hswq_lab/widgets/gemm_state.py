@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
 from hswq_lab import bench, ops
+from hswq_lab.arguments import path_of
 from hswq_lab.bench import gemm
 from hswq_lab.errors import HswqError
 from hswq_lab.model import named_models
@@ -124,7 +124,7 @@ class GemmState:
         Raises:
             HswqError: nothing is there, or it is no benchmark.
         """
-        path = Path(where.strip())
+        path = path_of(where.strip(), "a stored benchmark, or a folder of them,")
         found = bench.read_benches(path) if path.is_dir() else {path.stem: bench.read_bench(path)}
         if not found:
             raise HswqError("there is no stored benchmark in this folder", file=path)

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hswq_lab.errors import HswqError
 from hswq_lab.theme import theme
 
@@ -96,7 +98,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, Safe):
         return f"<td>{value}</td>"
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float | np.integer) and not isinstance(value, bool):
         return f'<td class="n">{value:,}</td>'
     return f"<td>{html.escape(str(value))}</td>"
 

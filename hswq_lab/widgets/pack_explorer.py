@@ -11,6 +11,7 @@ import ipywidgets
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.plots import contents_figure, detail_figure, style
 from hswq_lab.plots.detail import closeness_text
+from hswq_lab.plots.pack import stored_as
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.file_picker import FilePicker
 from hswq_lab.widgets.live_figure import LiveFigure
@@ -135,7 +136,7 @@ class PackExplorer(Panel):
         cells = [
             (
                 row.name,
-                markup.chip(row.format, style.format_color(row.format)),
+                markup.chip(stored_as(row), style.format_color(stored_as(row))),
                 row.dtype,
                 " × ".join(map(str, row.shape)),
                 str(row.group or "–"),

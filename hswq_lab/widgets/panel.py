@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,7 +52,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         css_class: str,
         folder: Path | str = "exports",
     ) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).expanduser()
         self._name = css_class
         self._work = Latest(self._job_changed)
         self._looking = Latest(self._beside)
@@ -190,7 +191,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._exports.layout.display = ""
 
     def export(self, form: str) -> Path:
-        """Writes the result as "png", "svg", "html", "csv" or "json" and returns the file.
+        """Writes the result as "png", "svg", "html", "csv" or "json" under a fresh name and returns the file.
 
         Raises:
             HswqError: there is nothing to export yet, or this form is not possible here.
@@ -200,7 +201,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             raise HswqError("there is nothing to export yet", fix="run something first")
         if form in ("png", "svg") and (why := why_no_static_export()) is not None:
             raise HswqError("a static picture cannot be made here", found=why, fix="export HTML instead")
-        return result.save(self._folder / f"{self._name}.{form}")
+        return result.save(_fresh(self._folder / f"{self._name}.{form}"))
 
     def _export_button(self, form: str) -> ipywidgets.Button:
         button = ipywidgets.Button(
@@ -220,6 +221,12 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         path = self.export(form)
         progress(1, 1, "written")
         return path
+
+
+def _fresh(path: Path) -> Path:
+    """The path, or, where there is such a file, the first of name-2, name-3, … that is free."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], names) if not each.exists())
 
 
 def _close_inside(box: ipywidgets.Widget) -> None:
