@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from checkpoint_files import COMFY, fp8, int8, marker, nvfp4, parts, random_matrix, save
 
-from hswq_lab import packing
+from hswq_lab import ops, packing
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
+from hswq_lab.formats import rotate_fp32, unswizzle
 
 
 def index_file(folder, weight_map, name="model.safetensors.index.json"):
@@ -250,6 +252,60 @@ class TestPackedParts:
         assert not checkpoint.entry("layers.0.attention.qkv.weight").calibrated
         assert checkpoint["layers.0.attention.qkv.weight"].input_scale is None
         assert any("only some of q, k and v" in text for text in checkpoint.warnings)
+
+    @pytest.mark.parametrize("rows", [96, 40])
+    def test_parts_with_one_tensor_scale_keep_every_byte(self, tmp_path, rows):
+        together = nvfp4(torch.cat([w[:rows] for w in self.source]), 256)
+
+        def same_scale(w):
+            codes, scales = ops.quantize_nvfp4(rotate_fp32(w[:rows].float(), 256), together.scale, "rtn")
+            return replace(together, codes=codes, scales=scales, shape=(rows, 256))
+
+        checkpoint = split_pack(tmp_path, same_scale, self.source)
+        assert checkpoint["layers.0.attention.qkv.weight"].same_bits(together)
+        assert checkpoint.warnings == [], "nothing is packed again"
+
+    def test_only_parts_with_a_smaller_tensor_scale_are_packed_again(self, tmp_path):
+        fused = split_pack(tmp_path, nvfp4, self.source)["layers.0.attention.qkv.weight"]
+        first = nvfp4(self.source[0])
+        assert torch.equal(fused.codes[:96], first.codes)
+        wanted = unswizzle(first.scales, 96, 16).view(torch.uint8)
+        assert torch.equal(unswizzle(fused.scales, 288, 16)[:96].view(torch.uint8), wanted)
+
+    def test_what_parts_say_about_activations_is_kept(self, tmp_path):
+        basis = random_matrix(4, 256, 9).to(torch.float8_e4m3fn)
+        inputs = iter([0.5, 0.25, 0.75])
+
+        def made(w):
+            scale = torch.tensor(next(inputs))
+            return replace(nvfp4(w, None, scale), basis=basis, activation_scales="sweep")
+
+        checkpoint = split_pack(tmp_path, made, self.source)
+        fused, entry = (read("layers.0.attention.qkv.weight") for read in (checkpoint.get, checkpoint.entry))
+        assert (float(fused.input_scale), fused.activation_scales) == (0.75, "sweep")
+        assert torch.equal(fused.basis.view(torch.uint8), basis.view(torch.uint8))
+        assert (entry.rank, entry.activation_scales) == (4, "sweep")
+        again = Checkpoint.open(checkpoint.save(tmp_path / "native.safetensors"))
+        assert again["layers.0.attention.qkv.weight"].same_bits(fused)
+
+    @pytest.mark.parametrize("what", ["rank", "basis", "activation_scales"])
+    def test_what_parts_say_differently_about_activations_is_refused(self, tmp_path, what):
+        bases = [random_matrix(4, 256, 9 if what == "activation_scales" else seed) for seed in range(3)]
+        ranks, methods = [4, 4, 4], ["sweep", "sweep", "sweep"]
+        if what == "rank":
+            ranks[1] = 3
+        if what == "activation_scales":
+            methods[1] = "rtn"
+        said = iter(zip(bases, ranks, methods, strict=True))
+
+        def made(w):
+            basis, rank, method = next(said)
+            return replace(nvfp4(w), basis=basis[:rank].to(torch.float8_e4m3fn), activation_scales=method)
+
+        with pytest.raises(
+            HswqError, match="different input bases" if what == "basis" else "stored differently"
+        ):
+            split_pack(tmp_path, made, self.source)["layers.0.attention.qkv.weight"]
 
     def test_different_formats_are_refused(self, tmp_path):
         weights = zip((nvfp4, int8, nvfp4), self.source, strict=True)

@@ -80,7 +80,7 @@ def _join(target: str, found: dict[int, Slot], index: Index) -> Slot | None:
     except HswqError as error:
         index.findings.append(from_error(error, "layout-names", target))
         return None
-    if joined.entry.format in ("nvfp4", "float8_e4m3fn", "float8_e5m2"):
+    if not joined.keeps_bits:
         problem = (
             "q, k and v were packed apart; joined with one common tensor scale, the smaller ones packed again"
         )
