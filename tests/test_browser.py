@@ -50,6 +50,10 @@ LOOKS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(p => p
   getComputedStyle(plot.querySelector('.gtitle')).fill,
   getComputedStyle(plot.querySelector('.main-svg')).backgroundColor,
 ])"""
+CUT_OFF = """() => [...document.querySelectorAll('.hswq-panel .gtitle-subtitle')].filter(text => {
+  const plot = text.closest('.js-plotly-plot').getBoundingClientRect();
+  return plot.width > 0 && text.getBoundingClientRect().right > plot.right;
+}).map(text => text.textContent)"""
 LIVE = """
 import ipywidgets, plotly.graph_objects as go
 from hswq_lab.widgets.live_figure import LiveFigure
@@ -362,6 +366,12 @@ def test_in_the_dark_at_900_pixels_all_is_readable_named_and_inside(browser, tmp
         for ink, paper in looks:
             assert min(map(int, re.findall(r"\d+", ink)[:3])) > 180, "light ink"
             assert paper == "rgba(0, 0, 0, 0)"
+        page.set_viewport_size({"width": 720, "height": 1300})
+        lab.wait_for(
+            "() => document.querySelectorAll('.hswq-pack .gtitle-subtitle .line, .hswq-pack .gtitle-subtitle tspan').length > 1"
+        )
+        assert page.evaluate(CUT_OFF) == []
+        keep(lab.panel("hswq-pack"), "dark_hswq-pack_720")
         assert page.get_by_role("button", name="Share").count() == 0, "nothing is offered for upload"
         assert lab.complaints == []
         page.close()

@@ -15,6 +15,30 @@ function plotly(code) {
   return globalThis[SHARED];
 }
 
+// plotly breaks no lines: a subtitle wider than the plot would be cut off. Each further line gets the room it needs.
+function fitted(layout, width) {
+  const subtitle = layout.title?.subtitle;
+  if (!subtitle?.text) return layout;
+  const base = layout.template?.layout ?? {};
+  const font = { size: 12, ...base.font, ...base.title?.subtitle?.font };
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = `${font.size}px ${font.family}`;
+  const room = width - 2 * (base.title?.pad?.l ?? 0);
+  const lines = [""];
+  for (const word of subtitle.text.split(" ")) {
+    const line = `${lines.at(-1)} ${word}`.trim();
+    if (lines.at(-1) === "" || pen.measureText(line).width <= room) lines[lines.length - 1] = line;
+    else lines.push(word);
+  }
+  const more = (lines.length - 1) * 1.3 * font.size;
+  return {
+    ...layout,
+    height: (layout.height ?? 450) + more,
+    margin: { ...layout.margin, t: (layout.margin?.t ?? base.margin?.t ?? 100) + more },
+    title: { ...layout.title, subtitle: { ...subtitle, text: lines.join("<br>") } },
+  };
+}
+
 async function render({ model, el }) {
   const place = document.createElement("div");
   place.setAttribute("role", "figure");
@@ -26,7 +50,8 @@ async function render({ model, el }) {
   let drawn = false;
 
   function figure() {
-    const { data, layout } = structuredClone(drawing.get("value"));
+    const { data, layout: asked } = structuredClone(drawing.get("value"));
+    const layout = fitted(asked, place.clientWidth);
     const title = layout.title && layout.title.text ? layout.title.text : "a plot";
     place.setAttribute("aria-label", title);
     place.style.height = `${layout.height || 450}px`;

@@ -24,7 +24,7 @@ def detail_figure(detail: LayerDetail) -> go.Figure:
         rows=1,
         cols=3 if packed else 1,
         column_widths=[0.32, 0.3, 0.38] if packed else None,
-        horizontal_spacing=0.15,
+        horizontal_spacing=0.17,
         subplot_titles=["codes", _scales_title(detail), _TAILS] if packed else [_TAILS],
     )
     style.dress(figure, detail.name, _subtitle(detail), height=400)
@@ -58,7 +58,7 @@ def _scales_title(detail: LayerDetail) -> str:
 
 def _scales(figure: go.Figure, detail: LayerDetail) -> None:
     """The map, over the weight's own rows and columns: a cell may be the mean of several scales."""
-    bar = {"thickness": 10, "x": 0.59, "len": 0.9, "tickfont": {"size": 10}, "exponentformat": "power"}
+    bar = {"thickness": 8, "x": 0.584, "len": 0.9, "tickfont": {"size": 9}, "exponentformat": "power"}
     heat = go.Heatmap(
         z=[style.numbers(row) for row in detail.scales],
         **_cells("x", len(detail.scales[0]), detail.shape[1]),
