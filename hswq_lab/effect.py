@@ -16,7 +16,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.lora.evidence import format_of, kind_of
 from hswq_lab.lora.targets import unpacked
 from hswq_lab.model import check_model
-from hswq_lab.progress import part, silent
+from hswq_lab.progress import part, progress_of
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.results import Result
 
@@ -166,7 +166,7 @@ def measure_effect(
     watched = (model or pack).without_loras()
     pairs = choose_pairs(watched, prompts, seeds, number=2)
     layers = pack.touched_layers
-    tell = progress or silent
+    tell = progress_of(progress)
     shares = len(pairs) * steps, len(pairs) * steps + len(layers)
     inputs = _inputs(watched, layers, pairs, (steps, cfg), rows, part(tell, 0, shares[0], shares[1]))
     bare, dressed = (view.on(pack.device, torch.float32) for view in (pack.without_loras(), pack))

@@ -16,7 +16,7 @@ import torch
 
 from hswq_lab.captions import save_captions
 from hswq_lab.errors import HswqError
-from hswq_lab.progress import silent
+from hswq_lab.progress import progress_of
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def embed(
     features: dict[str, Tensor] = {}
     rows = []
     for done, prompt in enumerate(wanted):
-        (progress or silent)(done, len(wanted), prompt or "the empty prompt")
+        progress_of(progress)(done, len(wanted), prompt or "the empty prompt")
         features[prompt], cut = encode(tokenizer, encoder, prompt)
         rows.append(EmbedRow(prompt, len(features[prompt]), cut))
     written = save_captions(out, features)
-    (progress or silent)(len(wanted), len(wanted), "written")
+    progress_of(progress)(len(wanted), len(wanted), "written")
     return EmbedReport(str(written), str(folder), features[""].shape[1], rows)
 
 

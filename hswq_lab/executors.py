@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hswq_lab.errors import HswqError
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -45,11 +45,18 @@ def gather(
         The results in the order of the units, whatever order they ended in.
 
     Raises:
-        HswqError: the executor is shut down, or a pool's worker died (a Dask cluster starts the unit again
-            elsewhere instead).
+        HswqError: no executor, one that is shut down, or a pool's worker died (a Dask cluster starts the unit
+            again elsewhere instead).
         Exception: whatever a unit raised; the others are cancelled.
     """
-    tell = progress or silent
+    if not isinstance(executor, Executor):
+        raise HswqError(
+            "work runs on an executor",
+            found=repr(executor)[:80],
+            expected="a concurrent.futures.Executor, say ProcessPoolExecutor() or Dask's client.get_executor()",
+            fix="leave it out to run here",
+        )
+    tell = progress_of(progress)
     futures: list[Future[T]] = []
     try:
         futures.extend(_submitted(executor, work, unit) for unit in units)

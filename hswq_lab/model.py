@@ -48,7 +48,9 @@ def named_models(value: object) -> dict[str, Model]:
     """Models by name, as in {"tc": pack.in_mode("tc")}; raises HswqError for anything else."""
     if not isinstance(value, Mapping):
         raise HswqError("models have names", found=repr(value)[:80], expected='{"tc": pack.in_mode("tc"), …}')
-    for each in value.values():
+    for name, each in value.items():
+        if not isinstance(name, str) or not name.strip():
+            raise HswqError("a model's name is a text that is not empty", found=repr(name)[:80])
         check_model(each)
     return dict(value)
 

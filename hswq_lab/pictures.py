@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from hswq_lab.models.architecture import Architecture
 from hswq_lab.models.companion import Companion
 from hswq_lab.models.sampler import Run, Step, Velocity, euler, noise_hash, sigmas, starting_noise
 from hswq_lab.modes import ModeRequest
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 
 
 class PictureMaker:
@@ -100,10 +101,10 @@ class PictureMaker:
         levels = sigmas(
             whole(steps, "the number of steps"), shift := self.default_shift if shift is None else shift
         )
-        size = size or self.default_size
+        size = self.default_size if size is None else size
         noise = starting_noise(self.latent_shape(size), seed)
         latents, x0 = [], []
-        tell = progress or silent
+        tell = progress_of(progress)
         label = prompt if isinstance(prompt, str) else "given caption features"
 
         def record(step: Step) -> None:
@@ -123,7 +124,7 @@ class PictureMaker:
             steps=steps,
             cfg=cfg,
             shift=shift,
-            size=size,
+            size=(int(size[0]), int(size[1])),
             sigmas=levels,
             noise_hash=noise_hash(noise),
             latents=torch.stack(latents),
@@ -155,8 +156,10 @@ class PictureMaker:
                 found=size,
                 expected=f"(height, width), multiples of {step} pixels",
             )
-        return (self.config.latent_channels, size[0] // cell, size[1] // cell)
+        return (self.config.latent_channels, int(size[0]) // cell, int(size[1]) // cell)
 
 
 def _is_pair(size: object) -> bool:
-    return isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
+    return (
+        isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, Integral) for side in size)
+    )

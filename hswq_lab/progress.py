@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from hswq_lab.errors import HswqError
+
 
 class Progress(Protocol):
     """Called between two units of work; raises `Cancelled` when the user has asked to stop.
@@ -20,6 +22,23 @@ class Progress(Protocol):
 
 def silent(done: int, total: int, label: str) -> None:
     """The progress of a caller who did not ask for any."""
+
+
+def progress_of(value: Progress | None) -> Progress:
+    """The progress that a caller gave, or a silent one.
+
+    Raises:
+        HswqError: it cannot be called.
+    """
+    if value is None:
+        return silent
+    if not callable(value):
+        raise HswqError(
+            "progress is a function that is told how far the work is",
+            found=repr(value)[:80],
+            expected="progress(done, total, label), or None",
+        )
+    return value
 
 
 def part(progress: Progress, first: int, last: int, whole: int, name: str | None = None) -> Progress:

@@ -68,6 +68,17 @@ def test_generate_says_which_argument_is_wrong(mini, slip):
         lambda model: hl.pack("x", hl.Plan({"*": "nvfp4"})),
         lambda model: hl.compare("x", {"a": model}),
         lambda model: hl.compare(model, {"a": model}, seeds=4, steps=1),
+        lambda model: hl.compare(model, {"": model}, seeds=[1], steps=1),
+        lambda model: hl.compare(model, {" ": model}, seeds=[1], steps=1),
+        lambda model: hl.compare(model, {3: model}, seeds=[1], steps=1),
+        lambda model: hl.compare(model, {"a": model}, seeds=[1], steps=1, executor=3),
+        lambda model: hl.compare(model, {"a": model}, seeds=[1], steps=1, executor="dask"),
+        lambda model: hl.compare(model, {"a": model}, seeds=[1], steps=1, progress=3),
+        lambda model: hl.sensitivity(model, seeds=[1], steps=1, layers=["x_embedder"], executor="dask"),
+        lambda model: hl.sensitivity(model, seeds=[1], steps=1, layers=["x_embedder"], progress=3),
+        lambda model: hl.pack(model, hl.Plan({"*": "nvfp4"}), progress=3),
+        lambda model: hl.diff(model, model, progress="bar"),
+        lambda model: model.generate("x", steps=1, progress=0),
         lambda model: hl.calibrate("x"),
         lambda model: hl.sensitivity("x"),
         lambda model: hl.sensitivity(model, seeds=4),
@@ -147,6 +158,17 @@ def test_an_empty_plan_is_a_plan_but_packs_nothing(mini):
     assert len(hl.Plan({})) == 0
     with pytest.raises(hl.HswqError, match="the plan is empty"):
         hl.pack(mini, hl.Plan({}))
+
+
+def test_sizes_of_numpy_are_sizes(mini):
+    plain, numpy, array = (
+        mini.generate("x", steps=1, size=size)
+        for size in ((32, 32), (np.int64(32), np.int32(32)), [np.int64(32), 32])
+    )
+    assert plain.size == numpy.size == array.size == (32, 32)
+    assert {type(side) for run in (plain, numpy, array) for side in run.size} == {int}
+    assert torch.equal(plain.final, numpy.final)
+    assert hl.compare(mini, {"same": mini}, seeds=[1], steps=1, size=(np.int64(32), 32)).size == (32, 32)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -99,6 +99,14 @@ def test_a_target_that_cannot_be_is_refused_and_nothing_is_changed(
     assert {path.name: path.read_bytes() for path in files.iterdir() if path.is_file()} == before
 
 
+def test_a_page_is_html_and_nothing_else(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    with pytest.raises(SystemExit) as stopped:
+        main(["compare", "model.safetensors", "pack.safetensors", "--html", "report.json"])
+    assert stopped.value.code == 2
+    assert "a page is a .html file, not report.json" in capsys.readouterr().err
+
+
 def test_a_link_to_an_input_is_that_input(files, monkeypatch, capsys):
     monkeypatch.chdir(files)
     (files / "link.json").symlink_to("pack.safetensors")

@@ -78,6 +78,12 @@ def test_a_pool_whose_worker_dies_says_so():
         gather(pool, die, [(1,)], ["x"])
 
 
+@pytest.mark.parametrize("other", [3, "dask", ThreadPoolExecutor])
+def test_what_is_no_executor_says_so(other):
+    with pytest.raises(HswqError, match=r"runs on an executor.*expected: a concurrent\.futures\.Executor"):
+        gather(other, slow_first, [(1,)], ["x"])
+
+
 def test_an_executor_that_is_shut_down_says_so():
     pool = ThreadPoolExecutor(1)
     pool.shutdown()

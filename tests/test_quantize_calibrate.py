@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import random_tensors
 
 from hswq_lab import ops
 from hswq_lab.checkpoint import Checkpoint
@@ -17,7 +19,15 @@ from hswq_lab.loading import save
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.modes import ModeRequest, resolve
 from hswq_lab.packing import pack_weight
-from hswq_lab.quantize import Plan, calibrate, observe, observe_for, pack, with_input_scales
+from hswq_lab.quantize import (
+    Plan,
+    calibrate,
+    impact_of_pack,
+    observe,
+    observe_for,
+    pack,
+    with_input_scales,
+)
 from hswq_lab.quantize.activations import Activations, observing
 from hswq_lab.quantize.pairs import fresh_seeds
 from hswq_lab.trajectory import SEEDS_20
@@ -210,6 +220,16 @@ def test_another_basis_is_refused(tiny_model, hybrid):
     report = observe(tiny_model, **RUN, groups={"layers.0.attention.qkv": None})
     with pytest.raises(HswqError, match=r"another basis.*layers\.0\.attention\.qkv.*None.*64"):
         with_input_scales(hybrid, report)
+
+
+def test_a_model_of_other_layers_is_refused_by_the_first_of_them(tiny_model, tiny_config, hybrid):
+    wider = Checkpoint.from_mapping(random_tensors(replace(tiny_config, ffn_dim=192)))
+    other = tiny_model.with_checkpoint(wider, "wider")  # as many layers, of the same names
+    first = r"tensor: noise_refiner\.0\.feed_forward\.w1; found: \(192, 64\); expected: \(128, 64\)"
+    with pytest.raises(HswqError, match=rf"other layers than the pack.*{first}"):
+        calibrate(hybrid, other, **RUN)
+    with pytest.raises(HswqError, match=r"other layers than the model.*noise_refiner\.0\.feed_forward\.w1"):
+        impact_of_pack(other, hybrid, **RUN)
 
 
 def test_nothing_to_calibrate(tiny_model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -96,6 +97,38 @@ def test_nan_weights_fail_by_seed_and_stay_out_of_the_json(tiny_model, tiny_chec
     assert content["traces"][0]["cos_latent"] == [None, None]
     assert content["summary"][0]["ssim"] is None
     assert content["verdict"]["variants"][0]["passed"] is False
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_reference_of_nan_is_no_variants_fault(tiny_model, tiny_checkpoint, elsewhere):
+    name = "final_layer.linear.weight"
+    sick = tiny_checkpoint.with_values({name: torch.full_like(tiny_checkpoint[name], math.nan)})
+    reference, told = tiny_model.with_checkpoint(sick, "sick"), []
+    with ThreadPoolExecutor(1) as pool, pytest.raises(HswqError) as error:
+        compare(
+            reference,
+            {"well": tiny_model},
+            SEEDS,
+            steps=2,
+            executor=pool if elsewhere else None,
+            progress=lambda done, total, label: told.append(label),
+        )
+    assert re.search(r"reference itself.*tensor: sick, seed 42; found: in step 0 of 2", str(error.value))
+    assert elsewhere or not any("well" in label for label in told)
+
+
+def test_what_a_failed_seed_would_have_done_is_not_known(make_run, tmp_path):
+    reference, broken = make_run(), make_run()
+    broken.latents[-1, 0, 0, 0] = math.inf
+    report = compare_runs([reference], {"tc": [broken]})
+    row = report.summary().iloc[0]
+    assert math.isnan(row["max_drop"])
+    assert row["bifurcated"] is None
+    assert not row["same_image"]
+    (stored,) = json.loads(report.save(tmp_path / "r.json").read_text())["summary"]
+    assert (stored["max_drop"], stored["bifurcated"], stored["same_image"]) == (None, None, False)
+    page = report.save(tmp_path / "r.html").read_text()
+    assert "tc" in page
 
 
 def test_the_files_say_how_it_was_measured(tiny_model, variants, tmp_path):

@@ -115,6 +115,15 @@ def test_nan_in_one_step_fails_the_seed_wherever_it_is():
     assert traced([1.0, 1.0]).failed_step is None
 
 
+def test_a_seed_that_failed_may_have_bifurcated_and_only_a_seen_bifurcation_is_said():
+    lost = traced([1.0, math.nan, 1.0])
+    assert (lost.bifurcated, lost.bifurcation_step) == (None, None)
+    assert math.isnan(lost.max_drop)
+    before = traced([1.0, 0.9, math.nan])
+    assert (before.bifurcated, before.bifurcation_step) == (True, 1)
+    assert math.isnan(before.max_drop)
+
+
 def test_a_nan_step_becomes_a_nan_measure_and_no_picture(make_run):
     reference, broken = make_run(), make_run()
     broken.latents[3, 0, 0, 0] = math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from test_widgets_explore import SOON, impacts  # noqa: F401  # a fixture
@@ -12,6 +13,7 @@ from hswq_lab.plots import plans_figure
 from hswq_lab.plots.style import placeholder
 from hswq_lab.progress import silent
 from hswq_lab.widgets import SensitivityExplorer
+from hswq_lab.widgets.sensitivity_state import SensitivityState
 
 
 @pytest.fixture
@@ -19,6 +21,14 @@ def shown(tiny_model, impacts):  # noqa: F811  # pytest's way
     panel = SensitivityExplorer(tiny_model, impacts, steps=1, seeds=1)
     yield panel
     panel.close()
+
+
+def test_a_forecast_counts_the_layers_that_were_not_measured(tiny_model, impacts):  # noqa: F811
+    rows = [row for row in impacts.rows if row.layer != "x_embedder"]
+    partial = replace(impacts, rows=rows, unmeasured={"x_embedder": tiny_model.layers()["x_embedder"]})
+    found, plan = SensitivityState(tiny_model, partial).forecast(5), partial.plan(nvfp4=5)
+    assert found.nbytes == plan.nbytes(tiny_model.layers())
+    assert found.bits == plan.bits(tiny_model.layers())
 
 
 def test_a_refused_budget_is_forgotten_when_the_cut_moves(shown):

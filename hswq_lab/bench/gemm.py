@@ -18,7 +18,7 @@ from hswq_lab.bench.machine import Roofline, describe, measure_roofline, memory_
 from hswq_lab.bench.timing import seconds_per_call
 from hswq_lab.errors import HswqError
 from hswq_lab.formats.rotation import group_for
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 from hswq_lab.results import Result
 
 TORCH: Final = "torch"
@@ -142,7 +142,7 @@ def bench_gemm(
             raise HswqError("a weight's shape is (N, K)", found=shape)
     for value in (*rows, *(side for shape in shapes for side in shape), repeats):
         whole(value, "a size or a number of repeats")
-    tell = progress or silent
+    tell = progress_of(progress)
     found: list[GemmRow] = []
     cases = [(m, n, k) for n, k in shapes for m in rows]
     for case in cases:

@@ -16,7 +16,7 @@ from hswq_lab.bench.gemm import fallback_reason
 from hswq_lab.bench.machine import describe
 from hswq_lab.errors import HswqError
 from hswq_lab.model import Model, named_models
-from hswq_lab.progress import Progress, part, silent
+from hswq_lab.progress import Progress, part, progress_of
 from hswq_lab.results import Result
 from hswq_lab.trajectory.pictures import distance
 from hswq_lab.trajectory.trace import cosines
@@ -131,7 +131,7 @@ def bench_model(
     timed = []
     for place, (name, model) in enumerate(named.items()):
         start = place * (1 + repeats)
-        inner = part(progress or silent, start, start + 1 + repeats, total, name)
+        inner = part(progress_of(progress), start, start + 1 + repeats, total, name)
         timed.append(_time(name, model, picture, repeats, inner))
     run = timed[0].run
     rows = [_row(each, timed[0]) for each in timed]

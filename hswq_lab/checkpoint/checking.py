@@ -21,7 +21,7 @@ from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.checkpoint.origin import LayerCheck, Origin
 from hswq_lab.checkpoint.readings import COMFY, MODELOPT, Reading
 from hswq_lab.errors import Cancelled, HswqError
-from hswq_lab.progress import silent
+from hswq_lab.progress import progress_of
 from hswq_lab.results import Result
 from hswq_lab.shipped import checkpoint_path
 
@@ -101,7 +101,7 @@ def check(
         if part != where.name:  # one of several: which one is the point
             finding = replace(finding, problem=f"{part}: {finding.problem}")
         return CheckReport(str(path), told, [finding], [], LayoutReport([]))
-    checker.run(progress or silent)
+    checker.run(progress_of(progress))
     findings = checker.findings + judge(LayoutReport(checker.layouts))
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda finding: order[finding.severity])

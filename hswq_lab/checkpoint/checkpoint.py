@@ -21,7 +21,7 @@ from hswq_lab.checkpoint.slots import Entry, Slot, Value, memory_slot
 from hswq_lab.checkpoint.writer import write
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 from hswq_lab.shipped import checkpoint_path
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Checkpoint(Mapping[str, Value]):
         """
         packed = [name for name, slot in self._slots.items() if slot.entry.packed]
         for done, name in enumerate(packed):
-            (progress or silent)(done, len(packed), name)
+            progress_of(progress)(done, len(packed), name)
             self._slots[name].load()
 
     @cached_property

@@ -14,7 +14,7 @@ from hswq_lab.checkpoint.anything import as_checkpoint
 from hswq_lab.checkpoint.closeness import closeness, dense
 from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.formats import Nvfp4Weight, PackedWeight, unpack_nibbles
-from hswq_lab.progress import silent
+from hswq_lab.progress import progress_of
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def diff(a: Anything, b: Anything, progress: Progress | None = None) -> DiffRepo
     names = list(dict.fromkeys([*one, *other]))
     rows = []
     for done, name in enumerate(names):
-        (progress or silent)(done, len(names), name)
+        progress_of(progress)(done, len(names), name)
         if name not in one or name not in other:
             rows.append(
                 _alone(

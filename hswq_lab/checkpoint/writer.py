@@ -29,7 +29,7 @@ from hswq_lab.checkpoint.prefixes import Naming
 from hswq_lab.checkpoint.raw import raw_bytes
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def write(
         metadata = source.metadata if source is not None else {}
     text = {str(key): metadata_text(value) for key, value in metadata.items()}
     layout = _Layout(text, prefix, source)
-    counted = _counted(items, source, progress or silent)
+    counted = _counted(items, source, progress_of(progress))
     if max_shard_bytes is None:
         return _write_one(target, counted, layout)
     return _write_shards(target, counted, layout, max_shard_bytes)

@@ -91,6 +91,12 @@ def _threads(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _page(text: str) -> Path:
+    if not text.lower().endswith(".html"):
+        raise argparse.ArgumentTypeError(f"a page is a .html file, not {text}; --save writes the other forms")
+    return Path(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a number from 1 on is wanted, not {text}")
@@ -318,7 +324,7 @@ def _compare(verbs: _Verbs) -> None:
     parser.add_argument("model", help=f"the reference: {_MODEL}")
     parser.add_argument(
         "--html",
-        type=Path,
+        type=_page,
         action="append",
         dest="save",
         metavar="FILE",

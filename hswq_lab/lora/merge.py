@@ -19,7 +19,7 @@ from hswq_lab.lora.parts import LowRank
 from hswq_lab.lora.targets import layers_of, weight_of
 from hswq_lab.lora.units import Unit
 from hswq_lab.models.names import diffusers_names
-from hswq_lab.progress import Progress, silent
+from hswq_lab.progress import Progress, progress_of
 from hswq_lab.results import Result
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def merge_loras(
     loras = [_with_strength(each) for each in loras]
     deltas = [(lora.deltas(layers), strength) for lora, strength in loras]
     touched = [name for name in layers_of(layers) if any(name in found for found, _ in deltas)]
-    tell = progress or silent
+    tell = progress_of(progress)
     units, rows, cancelled = [], [], []
     for done, layer in enumerate(touched):
         tell(done, len(touched), layer)

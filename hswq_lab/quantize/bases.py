@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hswq_lab.errors import HswqError
-from hswq_lab.progress import part, silent
+from hswq_lab.progress import part, progress_of
 from hswq_lab.quantize.activations import watching
 from hswq_lab.quantize.pairs import choose_pairs
 from hswq_lab.quantize.plan import nearest
@@ -84,6 +84,6 @@ def gather_bases(
     sums = {layer: SecondMoment(linears[layer].in_features, copy.device) for layer in wanted}
     with watching(linears, sums):
         for done, (prompt, seed) in enumerate(pairs):
-            tell = part(progress or silent, done, done + 1, len(pairs))
+            tell = part(progress_of(progress), done, done + 1, len(pairs))
             copy.generate(prompt, seed, steps, cfg, progress=tell)
     return {layer: each.basis().cpu() for layer, each in sums.items()}

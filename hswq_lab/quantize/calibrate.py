@@ -15,6 +15,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
 from hswq_lab.quantize.observe import CalibrationReport, input_bases, observe
+from hswq_lab.quantize.plan import check_same_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,11 +85,12 @@ def observe_for(
     for each in (pack,) if model is None else (pack, model):
         check_model(each)
     groups = {layer: entry.group for layer, entry in _nvfp4_entries(pack).items()}
-    if model is not None and model.layers() != pack.layers():
-        raise HswqError(
-            "the pack and the model whose activations are asked for are not of one architecture",
-            found=f"{len(pack.layers())} and {len(model.layers())} layers",
-            fix="give the 16-bit model that the pack was made from, or none",
+    if model is not None:
+        check_same_layers(
+            model.layers(),
+            pack.layers(),
+            "the model whose activations are asked for has other layers than the pack",
+            "give the 16-bit model that the pack was made from, or none",
         )
     source = pack.in_mode("parity") if model is None else model
     report = observe(

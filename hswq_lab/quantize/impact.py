@@ -17,6 +17,7 @@ from hswq_lab.quantize.plan import (
     UNROTATED,
     Plan,
     canonical,
+    check_same_layers,
     layer_format,
     layer_name,
     nearest,
@@ -132,16 +133,12 @@ class ImpactReport(Result):
         Raises:
             HswqError: a layer is missing on either side, or has another size.
         """
-        known = self.layers | self.unmeasured
-        for layer in known | dict(layers):
-            if known.get(layer) != layers.get(layer):
-                raise HswqError(
-                    "the impact was measured on a model of other layers",
-                    tensor=layer,
-                    found=known.get(layer, "no such layer"),
-                    expected=layers.get(layer, "no such layer"),
-                    fix="measure this model with hl.sensitivity, or `hswq-lab sensitivity`",
-                )
+        check_same_layers(
+            self.layers | self.unmeasured,
+            layers,
+            "the impact was measured on a model of other layers",
+            "measure this model with hl.sensitivity, or `hswq-lab sensitivity`",
+        )
 
     def of(self, layer: str, form: str = "nvfp4") -> LayerImpact:
         """The row of a layer and format.

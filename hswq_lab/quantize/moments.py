@@ -9,7 +9,7 @@ import torch
 
 from hswq_lab import ops
 from hswq_lab.layers import split_by_basis
-from hswq_lab.progress import part, silent
+from hswq_lab.progress import part, progress_of
 from hswq_lab.quantize.activations import watching
 from hswq_lab.quantize.observe import observe
 from hswq_lab.quantize.pairs import choose_pairs
@@ -138,7 +138,7 @@ def gather_moments(
     Raises:
         HswqError: prompts and seeds do not pair, an unknown layer, or inputs that are not finite.
     """
-    tell = progress or silent
+    tell = progress_of(progress)
     pairs = choose_pairs(model, prompts, seeds)
     texts, numbers = [prompt for prompt, _ in pairs], [seed for _, seed in pairs]
     total = 2 * len(pairs)

@@ -10,7 +10,7 @@ import pandas as pd
 from hswq_lab.checkpoint.baked import baked_in_words
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, group_for
-from hswq_lab.progress import part, silent
+from hswq_lab.progress import part, progress_of
 from hswq_lab.quantize.activations import Activations, observing
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.quantize.plan import KEPT, layer_name, nearest
@@ -156,7 +156,7 @@ def observe(
     bases = input_bases(model) if bases is None else bases
     with observing(copy.linears(), groups, scales, bases) as watched:
         for done, (prompt, seed) in enumerate(pairs):
-            tell = part(progress or silent, done, done + 1, len(pairs))
+            tell = part(progress_of(progress), done, done + 1, len(pairs))
             copy.generate(prompt, seed, steps, cfg, progress=tell)
     return CalibrationReport(
         model=model.name,

@@ -14,7 +14,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.formats.block_scales import METHODS
 from hswq_lab.model import check_model
-from hswq_lab.progress import part, silent
+from hswq_lab.progress import part, progress_of
 from hswq_lab.quantize.bases import gather_bases
 from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.moments import gather_moments
@@ -160,7 +160,7 @@ def _prepare(
             fix="detach them, pack, and attach them to the pack",
         )
     formats = plan.for_layers(model.layers())
-    tell = progress or silent
+    tell = progress_of(progress)
     ranked = {layer: wanted.rank for layer, wanted in formats.items() if wanted.rank}
     if ranked and bases is None:
         bases = gather_bases(model, layers=ranked, progress=part(tell, 0, 30, 100))
@@ -212,7 +212,7 @@ def pack_items(
     _check_origin(activations, CalibrationReport, "observe")
     _check_origin(moments, Mapping, "gather_moments")
     _check_origin(bases, Mapping, "gather_bases")
-    tell = progress or silent
+    tell = progress_of(progress)
     for done, name in enumerate(checkpoint):
         tell(done, len(checkpoint), name)
         value = checkpoint[name]

@@ -233,6 +233,31 @@ def canonical(form: str, pattern: str) -> str:
     return f"{base}{plus}{int(rank)}" if plus else base
 
 
+def check_same_layers(
+    found: Mapping[str, tuple[int, int]], expected: Mapping[str, tuple[int, int]], problem: str, fix: str
+) -> None:
+    """Whether two models have the same layers.
+
+    Args:
+        found: layer name → (N, K), as `Model.layers()` gives it.
+        expected: those of the other one.
+        problem: what is to be said of them otherwise.
+        fix: what is to be done then.
+
+    Raises:
+        HswqError: a layer is missing on either side, or has another size; the first one is named.
+    """
+    for layer in {**expected, **found}:
+        if found.get(layer) != expected.get(layer):
+            raise HswqError(
+                problem,
+                tensor=layer,
+                found=found.get(layer, "no such layer"),
+                expected=expected.get(layer, "no such layer"),
+                fix=fix,
+            )
+
+
 def layer_name(name: str) -> str:
     """A layer's name from its own or its weight's name."""
     return name.removesuffix(".weight")

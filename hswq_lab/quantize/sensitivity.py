@@ -17,10 +17,10 @@ from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
 from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.model import check_model
-from hswq_lab.progress import silent
+from hswq_lab.progress import progress_of
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
 from hswq_lab.quantize.pairs import choose_pairs, label_of
-from hswq_lab.quantize.plan import KEPT, Plan, canonical
+from hswq_lab.quantize.plan import KEPT, Plan, canonical, check_same_layers
 from hswq_lab.quantize.trial import Trial, TrialSettings
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def sensitivity(
     units = _units(model, layers, formats)
     store = _Store(empty, units, None if resume is None else path_of(resume, "the file to resume"), started)
     missing = [unit for unit in units if unit not in store.rows]
-    tell, known = progress or silent, len(units) - len(missing)
+    tell, known = progress_of(progress), len(units) - len(missing)
     tell(known, len(units), "reference run")
     if missing and executor is None:
         trial = Trial(model, settings)
@@ -133,10 +133,12 @@ def impact_of_pack(
     for each in (model, pack):
         check_model(each)
     started = time.monotonic()
-    if pack.layers() != model.layers():
-        raise HswqError(
-            "the pack and the model are not of one architecture", tensor=pack.name, expected=model.name
-        )
+    check_same_layers(
+        pack.layers(),
+        model.layers(),
+        "the pack has other layers than the model",
+        "give the 16-bit model that the pack was made from",
+    )
     packed = {
         layer: value
         for layer in pack.layers()
@@ -146,12 +148,12 @@ def impact_of_pack(
         raise HswqError("no layer of this model is packed", tensor=pack.name)
     settings = _settings(model, prompts, seeds, steps, cfg, "sweep")
     trial, rows = Trial(model, settings), []
-    trial.pulse = partial(progress or silent, 0, len(packed), "reference run")
+    trial.pulse = partial(progress_of(progress), 0, len(packed), "reference run")
     ready = _calibrated(trial, packed)
     for done, (layer, weight) in enumerate(packed.items()):
-        trial.pulse = partial(progress or silent, done, len(packed), layer)
+        trial.pulse = partial(progress_of(progress), done, len(packed), layer)
         rows.append(_measured(trial, layer, weight.format, ready[layer]))
-    (progress or silent)(len(packed), len(packed), "done")
+    progress_of(progress)(len(packed), len(packed), "done")
     seconds = time.monotonic() - started
     return replace(_filled(_empty_report(model, settings), rows, seconds), scales=f"as in {pack.name}")
 

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from hswq_lab.arguments import seeds_of
@@ -14,7 +15,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.executors import gather
 from hswq_lab.model import check_model, named_models
 from hswq_lab.models.sampler import Run
-from hswq_lab.progress import Progress, part, silent
+from hswq_lab.progress import Progress, part, progress_of
 from hswq_lab.trajectory.pictures import distance
 from hswq_lab.trajectory.report import TrajectoryReport
 from hswq_lab.trajectory.seeds import SEEDS_20
@@ -62,7 +63,8 @@ def compare(
             default: here, one after the other. Workers get a `ModelSpec`, never a model.
 
     Raises:
-        HswqError: seeds and prompts do not fit together, no variant, or a variant that cannot be compared.
+        HswqError: seeds and prompts do not fit together, no variant, one that cannot be compared, or a
+            reference that comes to NaN or infinity.
     """
     check_model(model)
     variants = named_models(variants)
@@ -74,7 +76,7 @@ def compare(
             expected=f"a name for each variant, other than {REFERENCE!r}",
         )
     shift = model.default_shift if shift is None else shift
-    settings = Settings(steps, cfg, shift, size or model.default_size)
+    settings = Settings(steps, cfg, shift, model.default_size if size is None else size)
     models = {REFERENCE: model, **variants}
     runs = (
         _runs_here(models, pairs, settings, progress)
@@ -92,13 +94,15 @@ def compare_runs(reference: Sequence[Run], variants: Mapping[str, Sequence[Run]]
         variants: name → its run for each seed, in the same order.
 
     Raises:
-        HswqError: no runs, other numbers of them, or two that differ in noise, steps, σ list or prompt.
+        HswqError: no runs, other numbers of them, two that differ in noise, steps, σ list or prompt, or a
+            reference that holds NaN or infinity.
     """
     if not reference or any(len(runs) != len(reference) for runs in variants.values()):
         counts = {REFERENCE: len(reference), **{name: len(runs) for name, runs in variants.items()}}
         raise HswqError("every variant needs one run for each of the reference's", found=counts)
     first = reference[0]
     for run in reference:
+        _check_finite(run)
         if (run.sigmas, run.cfg, run.latents.shape) != (first.sigmas, first.cfg, first.latents.shape):
             raise HswqError(
                 "different noise levels, guidance or sizes among the reference's runs",
@@ -128,6 +132,19 @@ def compare_runs(reference: Sequence[Run], variants: Mapping[str, Sequence[Run]]
         reference_runs=list(reference),
         variant_runs={name: list(runs) for name, runs in variants.items()},
     )
+
+
+def _check_finite(reference: Run) -> None:
+    """Refuses a reference run that holds NaN or infinity: every variant would be blamed for it."""
+    steps = torch.isfinite(torch.stack([reference.latents, reference.x0])).flatten(2).all(2).all(0)
+    if not bool(steps.all()):
+        first = int(steps.logical_not().nonzero()[0])
+        raise HswqError(
+            "the reference itself comes to NaN or infinity, so nothing can be compared with it",
+            tensor=f"{reference.model}, seed {reference.seed}",
+            found=f"in step {first} of {reference.steps}, counted from 0",
+            fix="check its file, its LoRAs and its dtype: activations of large models overflow fp16",
+        )
 
 
 def pair(
@@ -190,11 +207,13 @@ def _runs_here(
     settings: Settings,
     progress: Progress | None,
 ) -> Runs:
-    tell, total = progress or silent, len(models) * len(pairs)
+    tell, total = progress_of(progress), len(models) * len(pairs)
     runs: Runs = {name: [] for name in models}
     for done, (name, (prompt, seed)) in enumerate(_units(models, pairs)):
         inner = part(tell, done, done + 1, total, _label(name, seed))
         runs[name].append(settings.run(models[name], prompt, seed, inner))
+        if name == REFERENCE:
+            _check_finite(runs[name][-1])  # before hours of work on variants
     return runs
 
 

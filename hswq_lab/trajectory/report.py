@@ -76,7 +76,8 @@ class TrajectoryReport(Result):
     def summary(self) -> pd.DataFrame:
         """One row a variant and seed.
 
-        Columns: variant, seed, final_cos, max_drop, bifurcated, same_image, ssim, psnr, lpips if measured.
+        Columns: variant, seed, final_cos, max_drop, bifurcated, same_image, ssim, psnr, lpips if measured. What is
+        not known of a seed that failed is NaN, or None.
         """
         columns = ["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image"]
         frame = pd.DataFrame([[getattr(t, name) for name in columns] for t in self.traces], columns=columns)

@@ -55,7 +55,9 @@ class SeedTrace:
 
     @property
     def max_drop(self) -> float:
-        """The biggest fall of the cosine in a single step; 0 if it never falls."""
+        """The biggest fall of the cosine in a single step; 0 if it never falls, NaN (not known) if a step failed."""
+        if self.failed_step is not None:
+            return math.nan
         return max((drop for drop in self.drops if drop > 0), default=0.0)
 
     @property
@@ -64,8 +66,10 @@ class SeedTrace:
         return next((k for k, drop in enumerate(self.drops, start=1) if drop > BIFURCATION_DROP), None)
 
     @property
-    def bifurcated(self) -> bool:
-        """Whether some step was a bifurcation."""
+    def bifurcated(self) -> bool | None:
+        """Whether some step was a bifurcation; None: none was seen, but a step failed, so it is not known."""
+        if self.bifurcation_step is None and self.failed_step is not None:
+            return None
         return self.bifurcation_step is not None
 
     @property

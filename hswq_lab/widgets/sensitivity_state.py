@@ -117,10 +117,8 @@ class SensitivityState:
         return next((point.mean for point in points if point.nvfp4 == nvfp4), None)
 
     def _forecast(self, report: ImpactReport, nvfp4: int) -> Forecast:
-        plan = report.plan(nvfp4=nvfp4)
-        return Forecast(
-            nvfp4, plan.bits(report.layers), plan.nbytes(report.layers), report.predicted_cos(plan)
-        )
+        plan, layers = report.plan(nvfp4=nvfp4), report.layers | report.unmeasured
+        return Forecast(nvfp4, plan.bits(layers), plan.nbytes(layers), report.predicted_cos(plan))
 
     def measure_plan(self, nvfp4: int, progress: Progress) -> ParetoReport:
         """Packs the plan, calibrated and in mode tc, runs it, and adds the point to those measured."""
