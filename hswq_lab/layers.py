@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,13 @@ class LabLinear(nn.Module):
     def counts(self) -> Counts:
         """The counters, read from the device."""
         return Counts(*(int(counter) for counter in self._counters))
+
+    def on(self, device: torch.device) -> Self:
+        """The same layer on another device, its counts included; without branches."""
+        bias = None if self.bias is None else self.bias.to(device)
+        moved = type(self)(self.name, self.weight.to(device), bias, self.resolved)
+        moved._counters = [counter.to(device) for counter in self._counters]  # noqa: SLF001 - of its own class
+        return moved
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] unrotated → [..., N]."""

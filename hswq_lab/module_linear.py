@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hswq_lab import packing
 from hswq_lab.errors import HswqError
-from hswq_lab.layers import LabLinear, make_linear
+from hswq_lab.layers import LabLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -179,10 +179,7 @@ class ModuleLinear(nn.Linear):
         return self
 
     def _renew(self, device: torch.device) -> None:
-        old = self.layer
-        bias = None if self.bias is None else self.bias.detach()
-        if device != old.weight.device or bias is not old.bias:
-            self._put(make_linear(old.name, old.weight.to(device), bias, old.resolved))
+        self._put(self.layer if device == self.layer.weight.device else self.layer.on(device))
 
     def _put(self, layer: LabLinear) -> None:
         if self.bias is not None:

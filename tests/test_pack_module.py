@@ -321,6 +321,17 @@ def test_moving_and_casting_keep_codes_and_scales():
     assert "nvfp4, group=64, mode=parity" in repr(other)
 
 
+def test_moving_and_casting_keep_the_counts():
+    module = small()
+    module(torch.ones(2, 64))
+    for move in (lambda: module.to("cpu"), module.bfloat16, module.float):
+        move()
+        assert [linear.layer.counts.rows for linear in (module[0], module[2])] == [2, 2]
+    layer = module[0].layer
+    assert module.to("meta")[0].layer is not layer
+    assert all(counter.is_meta for counter in module[0].layer._counters)
+
+
 def test_gradients_are_refused_rather_than_lost():
     module = small()
     x = torch.ones(2, 64, requires_grad=True)
