@@ -141,6 +141,15 @@ def test_gptq_weights_in_the_curve(tiny_model, impact):
     assert fitted.points[0].impact < swept.impact  # on the inputs it was fitted to, at least
 
 
+def test_one_plan_counts_its_layers_and_passes_so_that_the_time_left_is_known(tiny_model, impact):
+    told = []
+    pareto(tiny_model, impact, [3, 5], **RUN, progress=lambda *tick: told.append(tick))
+    done, totals, labels = zip(*told, strict=True)
+    assert len(set(totals)) == 1
+    assert list(done) == list(range(totals[0] + 1)), "every unit is told once, and the last is the end"
+    assert list(dict.fromkeys(labels)) == ["nv3", "nv5", "done"]
+
+
 def test_cancel_works_between_steps(tiny_model, impact, most_passes_untold):
     assert most_passes_untold(lambda tell: pareto(tiny_model, impact, [3], **RUN, progress=tell)) == 1
     assert most_passes_untold(lambda tell: greedy(tiny_model, impact, bits=8.0, **RUN, progress=tell)) == 1

@@ -52,6 +52,7 @@ def test_the_progress_of_a_measured_plan_says_what_runs(shown):
     shown.state.measure_plan(1, lambda done, total, label: told.append((done, total, label)))
     assert {label for _, _, label in told} == {"measuring the plan of 1 NVFP4"}
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert len({done for done, _, _ in told}) > 10, "the time left is known soon"
 
 
 def test_the_slider_computes_once_it_is_let_go(shown):

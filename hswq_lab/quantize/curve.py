@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -60,7 +61,7 @@ def pareto(
         scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
         moments: from `gather_moments`: NVFP4 weights by GPTQ instead.
         keep: pins, as for `ImpactReport.plan`.
-        progress: told of every point, several times while it is measured, so that it can cancel between steps.
+        progress: told of every layer that is packed and every pass through the network.
 
     Raises:
         HswqError: prompts and seeds do not pair, a K that is not possible, or an impact of other layers.
@@ -75,10 +76,16 @@ def pareto(
         raise HswqError("the K to measure are a list of whole numbers", found=nvfp4, expected="[39, 40, 41]")
     plans = [impact.plan(nvfp4=k, keep=keep) for k in counts]
     curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales), moments))
-    for done, (k, plan) in enumerate(zip(counts, plans, strict=True)):
-        curve.trial.pulse = partial(progress or silent, done, len(plans), f"nv{k}")
+    passes, tell, done = curve.trial.passes, progress or silent, itertools.count()
+    total = passes + sum(len(plan) + passes for plan in plans)  # the first passes are the reference run
+
+    def pulse(label: str) -> None:
+        tell(min(next(done), total - 1), total, label)  # unrotated layers and bases take a further run
+
+    for k, plan in zip(counts, plans, strict=True):
+        curve.trial.pulse = partial(pulse, f"nv{k}")
         curve.add(f"nv{k}", dict(plan))
-    (progress or silent)(len(plans), len(plans), "done")
+    tell(total, total, "done")
     return curve.report()
 
 
@@ -172,7 +179,11 @@ class _Curve:
 
     def measure(self, label: str, formats: Mapping[str, str], changed: str = "") -> ParetoPoint:
         """Measures a plan: layer → format."""
-        packed = {layer: self.trial.packed(layer, form) for layer, form in formats.items() if form != KEPT}
+        packed = {}
+        for layer, form in formats.items():
+            self.trial.pulse()
+            if form != KEPT:
+                packed[layer] = self.trial.packed(layer, form)
         latents = self.trial.run({layer: weight for layer, weight in packed.items() if weight is not None})
         layers, plan = self.trial.model.layers(), Plan(formats)
         errors = self.trial.errors(latents)

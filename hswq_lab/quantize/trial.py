@@ -199,6 +199,11 @@ class Trial:
         return self._weights[layer, form]
 
     @property
+    def passes(self) -> int:
+        """Passes through the network of one run."""
+        return self.settings.steps * len(self._batches)
+
+    @property
     def method(self) -> str:
         """How NVFP4 weights are made."""
         return self.settings.scales if self._moments is None else "gptq"
