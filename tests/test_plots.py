@@ -185,7 +185,9 @@ def test_the_front_is_joined_and_every_point_is_there():
         ParetoPoint("beaten", 8, 5.0, 11, [0.7, 0.7], 0.2, {}),
         ParetoPoint("large", 0, 8.0, 20, [0.99, 0.98], 0.01, {}),
     ]
-    figure = pareto_figure(ParetoReport("mini", "tc", "rtn", ["a"], [1], 4, 2.5, points))
+    figure = pareto_figure(
+        ParetoReport("mini", "0" * 64, "tc", "rtn", ["a"], [1], 4, 2.5, 1.5, (64, 64), points)
+    )
     assert named(figure, "front")[0].x == (4.5, 8.0)
     assert named(figure, "mean of the seeds")[0].y == pytest.approx((0.15, 0.3, 0.015))
     assert named(figure, "worst seed")[0].y == pytest.approx((0.2, 0.3, 0.02))

@@ -39,7 +39,7 @@ def point(label: str, bits: float, mean: float, worst: float | None = None) -> P
 
 
 def report(*points: ParetoPoint) -> ParetoReport:
-    return ParetoReport("m", "tc", "sweep", ["a", "b"], [1, 2], 4, 2.5, list(points))
+    return ParetoReport("m", "0" * 64, "tc", "sweep", ["a", "b"], [1, 2], 4, 2.5, 1.5, (16, 16), list(points))
 
 
 def test_the_front_is_what_nothing_beats():
@@ -68,6 +68,8 @@ def test_worst_seed():
 def test_points_are_what_pack_calibrate_and_generate_give(tiny_model, impact):
     curve = pareto(tiny_model, impact, [12], **RUN)
     (measured,) = curve.points
+    assert curve.sha256 == tiny_model.checkpoint.sha256
+    assert (curve.shift, curve.size) == (tiny_model.default_shift, tiny_model.default_size)
     plan = impact.plan(nvfp4=12)
     assert measured.formats == dict(plan)
     assert measured.bits == pytest.approx(plan.bits(tiny_model.layers()))
@@ -138,6 +140,11 @@ def test_gptq_weights_in_the_curve(tiny_model, impact):
     swept = pareto(tiny_model, impact, [count], **RUN, keep=keep).points[0]
     fitted = pareto(tiny_model, impact, [count], **RUN, keep=keep, moments=moments)
     assert fitted.scales == "gptq"
+    asked = pareto(tiny_model, impact, [count], **RUN, keep=keep, moments=moments, scales="gptq")
+    assert asked.points == fitted.points
+    for search in (pareto, greedy):
+        with pytest.raises(HswqError, match=r"GPTQ has to know.*gather_moments"):
+            search(tiny_model, impact, **({"bits": 6.0} if search is greedy else {}), **RUN, scales="gptq")
     assert fitted.points[0].impact < swept.impact  # on the inputs it was fitted to, at least
 
 

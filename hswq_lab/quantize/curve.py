@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hswq_lab.arguments import whole
 from hswq_lab.errors import HswqError
 from hswq_lab.model import check_model
-from hswq_lab.progress import silent
+from hswq_lab.progress import progress_of
 from hswq_lab.quantize.choose import the_goal
 from hswq_lab.quantize.impact import ImpactReport
 from hswq_lab.quantize.pairs import choose_pairs, label_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
     from hswq_lab.quantize.moments import LayerMoments
+    from hswq_lab.quantize.pack import Scales
     from hswq_lab.trajectory.compare import Prompt
 
 DEFAULT_POINTS = 12
@@ -41,7 +42,7 @@ def pareto(
     seeds: Sequence[int] | None = None,
     steps: int = 12,
     cfg: float = 2.5,
-    scales: Method = "sweep",
+    scales: Scales = "sweep",
     moments: Mapping[str, LayerMoments] | None = None,
     keep: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -58,13 +59,14 @@ def pareto(
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps.
         cfg: guidance scale.
-        scales: how NVFP4 block scales are found: "rtn", "four_six" or "sweep".
-        moments: from `gather_moments`: NVFP4 weights by GPTQ instead.
+        scales: how NVFP4 weights are found: "rtn", "four_six", "sweep" or "gptq", which needs moments.
+        moments: from `gather_moments`: NVFP4 weights by GPTQ, whatever `scales` says.
         keep: pins, as for `ImpactReport.plan`.
         progress: told of every layer that is packed and every pass through the network.
 
     Raises:
-        HswqError: prompts and seeds do not pair, a K that is not possible, or an impact of other layers.
+        HswqError: prompts and seeds do not pair, a K that is not possible, GPTQ without moments, or an impact of
+            other layers.
     """
     _check_impact(model, impact)
     if nvfp4 is None:
@@ -75,15 +77,15 @@ def pareto(
     if not counts:
         raise HswqError("the K to measure are a list of whole numbers", found=nvfp4, expected="[39, 40, 41]")
     plans = [impact.plan(nvfp4=k, keep=keep) for k in counts]
-    curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales), moments))
-    passes, tell, done = curve.trial.passes, progress or silent, itertools.count()
-    total = passes + sum(len(plan) + passes for plan in plans)  # the first passes are the reference run
+    trial = Trial(model, _settings(model, prompts, seeds, steps, cfg, _method(scales, moments)), moments)
+    curve, tell, done = _Curve(trial), progress_of(progress), itertools.count()
+    total = trial.passes + sum(len(plan) + trial.passes for plan in plans)  # the reference run comes first
 
     def pulse(label: str) -> None:
         tell(min(next(done), total - 1), total, label)  # unrotated layers and bases take a further run
 
     for k, plan in zip(counts, plans, strict=True):
-        curve.trial.pulse = partial(pulse, f"nv{k}")
+        trial.pulse = partial(pulse, f"nv{k}")
         curve.add(f"nv{k}", dict(plan))
     tell(total, total, "done")
     return curve.report()
@@ -100,7 +102,7 @@ def greedy(
     seeds: Sequence[int] | None = None,
     steps: int = 4,
     cfg: float = 2.5,
-    scales: Method = "sweep",
+    scales: Scales = "sweep",
     moments: Mapping[str, LayerMoments] | None = None,
     keep: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -139,8 +141,10 @@ def greedy(
     pinned = {layer: form for layer in model.layers() if (form := pins.form_of(layer)) is not None}
     formats = dict.fromkeys(impact.layers, LARGE) | pinned
     left = [layer for layer in _by_price(impact) if layer not in pinned]
-    curve = _Curve(Trial(model, _settings(model, prompts, seeds, steps, cfg, scales, 4), moments))
-    tell, total = progress or silent, len(left)
+    curve = _Curve(
+        Trial(model, _settings(model, prompts, seeds, steps, cfg, _method(scales, moments), 4), moments)
+    )
+    tell, total = progress_of(progress), len(left)
     curve.trial.pulse = partial(tell, 0, total, "reference run")
     curve.add("all INT8", formats)
     while bits is None or curve.points[-1].bits > bits:
@@ -211,12 +215,15 @@ class _Curve:
         settings = self.trial.settings
         return ParetoReport(
             model=self.trial.model.name,
+            sha256=self.trial.model.checkpoint.sha256,
             mode="tc",
             scales=self.trial.method,
             prompts=[label_of(prompt) for prompt, _ in settings.pairs],
             seeds=[seed for _, seed in settings.pairs],
             steps=settings.steps,
             cfg=settings.cfg,
+            shift=settings.shift,
+            size=settings.size,
             points=list(self.points),
             seconds=time.monotonic() - self._started,
         )
@@ -241,6 +248,19 @@ def _by_price(impact: ImpactReport) -> list[str]:
 
 def _saving(shape: tuple[int, int]) -> int:
     return packed_nbytes(LARGE, shape) - packed_nbytes(SMALL, shape)
+
+
+def _method(scales: Scales, moments: Mapping[str, LayerMoments] | None) -> Method:
+    """How weights are found that no moments tell of; refuses GPTQ where there are no moments at all."""
+    if scales != "gptq":
+        return scales
+    if moments is None:
+        raise HswqError(
+            "GPTQ has to know the layers' inputs",
+            found='scales="gptq" without moments',
+            fix="give moments=gather_moments(model, groups), groups being layer → rotation group",
+        )
+    return "sweep"
 
 
 def _settings(

@@ -53,23 +53,29 @@ class ParetoReport(Result):
 
     Attributes:
         model: name of the 16-bit model.
+        sha256: of its checkpoint.
         mode: the mode the packs ran in.
         scales: how weights were quantised.
         prompts: one for each seed.
         seeds: of the starting noises.
         steps: Euler steps.
         cfg: guidance scale.
+        shift: noise shift.
+        size: picture size in pixels, (height, width).
         points: what was measured.
         seconds: how long it took.
     """
 
     model: str
+    sha256: str
     mode: str
     scales: str
     prompts: list[str]
     seeds: list[int]
     steps: int
     cfg: float
+    shift: float
+    size: tuple[int, int]
     points: list[ParetoPoint]
     seconds: float = 0.0
 
