@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -78,11 +79,16 @@ class DiffReport(Result):
         return all(row.status == "same" for row in self.rows)
 
     def __str__(self) -> str:
-        """A summary for a console."""
+        """A summary for a console, with the name whose values are furthest apart."""
         counts = Counter(row.status for row in self.rows)
         told = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         sizes = (sum(row.bytes_a for row in self.rows), sum(row.bytes_b for row in self.rows))
-        return f"{self.a} ({sizes[0] / 1e6:.3f} MB) and {self.b} ({sizes[1] / 1e6:.3f} MB): {told}"
+        text = f"{self.a} ({sizes[0] / 1e6:.3f} MB) and {self.b} ({sizes[1] / 1e6:.3f} MB): {told}"
+        apart = {row.name: row.sqnr_db for row in self.rows if row.sqnr_db not in (None, math.inf)}
+        if apart:
+            name = min(apart, key=apart.__getitem__)
+            text += f"; furthest apart: {name}, {apart[name]:.1f} dB"
+        return text
 
 
 def diff(a: Anything, b: Anything, progress: Progress | None = None) -> DiffReport:

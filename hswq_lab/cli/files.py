@@ -85,11 +85,11 @@ def diff(args: argparse.Namespace) -> int:
     with bar("comparing") as progress:
         report = hl.diff(args.a, args.b, progress=progress)
     frame = report.to_frame()
-    different = frame[frame["status"] != "same"]
+    different = frame[frame["status"] != "same"].sort_values("sqnr_db", na_position="first", kind="stable")
     if len(different):
         say(table(different.head(SHOWN)))
         if len(different) > SHOWN:
-            say(f"the first {SHOWN} of {len(different)} differences; --json and --save keep them all")
+            say(f"the {SHOWN} furthest apart of {len(different)} differences; --json and --save keep them all")
     for key, (a, b) in report.metadata.items():
         say(f"metadata {key}: {_short(a)} | {_short(b)}")
     say(report)
