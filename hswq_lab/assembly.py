@@ -81,12 +81,12 @@ class Parts:
         return held if isinstance(held, PackedWeight) else None
 
     def bias(self, layer: str) -> Tensor | None:
-        """A Linear's bias, baked deltas included."""
+        """A Linear's bias, baked deltas included; the network's own, whatever it does to it."""
         value = self.attachments.effective_bias(layer)
-        return None if value is None else value.to(self.device, self.dtype)
+        return None if value is None else value.to(self.device, self.dtype, copy=True)
 
     def other(self, name: str) -> Tensor:
-        """A parameter that belongs to no Linear; raises HswqError if it is missing or packed."""
+        """A parameter that belongs to no Linear, the network's own; raises HswqError if it is missing or packed."""
         if name not in self.checkpoint:
             raise HswqError(
                 "the checkpoint lacks a tensor that the network needs",
@@ -98,7 +98,7 @@ class Parts:
             raise HswqError(
                 "a tensor that is no Linear's weight is packed", file=self.checkpoint.path, tensor=name
             )
-        return value.to(self.device, self.dtype)
+        return value.to(self.device, self.dtype, copy=True)
 
     def _key(self, layer: str) -> tuple[object, ...]:
         return (layer, str(self.device), str(self.dtype), *self.attachments.bake_key(layer))

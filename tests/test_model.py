@@ -146,6 +146,40 @@ def test_two_bakes_are_one_requantisation_of_their_sum(pack: Model, lora) -> Non
     assert (a != b).float().mean() < 0.01  # fp32 sums in another order may cross a rounding boundary
 
 
+def test_what_is_done_to_a_network_never_reaches_the_checkpoint_in_memory_unnoticed(
+    tiny_model: Model, tiny_tensors
+) -> None:
+    kept = {name: value.float().clone() for name, value in tiny_tensors.items()}
+    model = tiny_model.with_checkpoint(Checkpoint.from_mapping(kept))
+    first = picture(model)
+    for parameter in model.network().parameters():
+        parameter.data.mul_(2)
+    biased = next(layer for layer in model.linears().values() if layer.bias is not None)
+    biased.bias.add_(1)
+    assert not torch.equal(picture(model), first)
+    model.unload()
+    assert torch.equal(picture(model), first), "what is small is the network's own"
+    name = "layers.1.attention.out"
+    assert model.linears()[name].weight.data_ptr() == kept[f"{name}.weight"].data_ptr(), (
+        "what is large is shared"
+    )
+    model.linears()[name].weight.mul_(2)
+    model.unload()
+    with pytest.raises(HswqError, match=rf"changed in place.*{name}\.weight"):
+        picture(model)
+    pack_weight = packing.pack_weight(kept["layers.0.attention.out.weight"], "nvfp4", 64, "rtn")
+    packed = Checkpoint.from_mapping({"a.weight": pack_weight})
+    packed["a.weight"].codes[0, 0] += 1
+    with pytest.raises(HswqError, match="changed in place"):
+        packed["a.weight"]
+
+
+def test_tensors_of_inference_mode_make_a_checkpoint() -> None:
+    with torch.inference_mode():
+        made = torch.ones(3)
+    assert torch.equal(Checkpoint.from_mapping({"a": made})["a"], torch.ones(3))
+
+
 def test_branch_strength_changes_without_a_rebuild(pack: Model, lora) -> None:
     pack.attach(lora, 1.0)
     network = pack.network()

@@ -119,7 +119,8 @@ class Checkpoint(Mapping[str, Value]):
         """A checkpoint of values in memory.
 
         Args:
-            mapping: parameter name without prefix → tensor or packed weight.
+            mapping: parameter name without prefix → tensor or packed weight; not copied. Whoever changes one of them
+                in place later finds the checkpoint refusing that name.
             metadata: for the header; what is not text becomes JSON.
             prefix: what a file writes in front of the names.
         """

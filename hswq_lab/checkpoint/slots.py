@@ -104,14 +104,35 @@ class RenamedSlot(Slot):
 
 @dataclass(frozen=True)
 class MemorySlot(Slot):
-    """A value that is in memory."""
+    """A value that is in memory, not copied: a network may compute with it, and whoever gave it still holds it.
+
+    Attributes:
+        versions: of its tensors when it was taken over. torch counts in-place changes (not those through `.data`).
+    """
 
     entry: Entry
     value: Value
+    versions: tuple[int, ...]
 
     def load(self) -> Value:
-        """See `Slot.load`."""
-        return self.value
+        """See `Slot.load`: an object of its own on the same memory.
+
+        Raises:
+            HswqError: the value is no longer what was taken over.
+        """
+        if _versions(self.value) != self.versions:
+            raise HswqError(
+                "the value was changed in place after the checkpoint took it over, and nobody has the old one",
+                tensor=self.entry.name,
+                fix="change a copy, and make a checkpoint of it with with_values(); load this one again",
+            )
+        return replace(self.value) if isinstance(self.value, PackedWeight) else self.value.detach()  # type: ignore[type-var]
+
+
+def _versions(value: Value) -> tuple[int, ...]:
+    """How often each tensor of a value was changed in place; those of inference mode do not count it."""
+    tensors = value.disk_tensors().values() if isinstance(value, PackedWeight) else (value,)
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)  # noqa: SLF001 - torch's only way
 
 
 def memory_slot(name: str, value: Value) -> MemorySlot:
@@ -125,7 +146,7 @@ def memory_slot(name: str, value: Value) -> MemorySlot:
             entry = replace(entry, rank=value.rank, activation_scales=value.activation_scales)
     else:
         entry = Entry(name, UNPACKED, tuple(value.shape), value.dtype, None, value.nbytes)
-    return MemorySlot(entry, value)
+    return MemorySlot(entry, value, _versions(value))
 
 
 @dataclass(frozen=True)
