@@ -89,7 +89,9 @@ def diff(args: argparse.Namespace) -> int:
     if len(different):
         say(table(different.head(SHOWN)))
         if len(different) > SHOWN:
-            say(f"the {SHOWN} furthest apart of {len(different)} differences; --json and --save keep them all")
+            say(
+                f"the {SHOWN} furthest apart of {len(different)} differences; --json and --save keep them all"
+            )
     for key, (a, b) in report.metadata.items():
         say(f"metadata {key}: {_short(a)} | {_short(b)}")
     say(report)
