@@ -43,6 +43,7 @@ from hswq_lab.lora import (
 from hswq_lab.lora.evidence import Baked, Verdict
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.targets import unpacked
+from hswq_lab.progress import Progress, silent
 
 
 class BakedWeights(Protocol):
@@ -215,7 +216,11 @@ class Attachments(Sequence[Attachment]):
         return ", ".join(str(item) for item in found)
 
     def evidence(
-        self, device: torch.device, only: Attachment | None = None, weights: BakedWeights | None = None
+        self,
+        device: torch.device,
+        only: Attachment | None = None,
+        weights: BakedWeights | None = None,
+        progress: Progress | None = None,
     ) -> BakeReport:
         """What arrived on each touched layer, computed from the weights.
 
@@ -225,6 +230,7 @@ class Attachments(Sequence[Attachment]):
             device: where to compute.
             only: report on the layers of this LoRA, and on its way.
             weights: baked weights that are there already are measured as they are; new ones are kept there.
+            progress: told of every layer.
         """
         ways = {only.how} if only else {item.how for item in self._items}
         wanted = [only] if only else list(self._items)
@@ -235,7 +241,9 @@ class Attachments(Sequence[Attachment]):
             for layer in deltas
         }
         rows: list[LayerEvidence] = []
-        for layer in touched:
+        tell = progress or silent
+        for done, layer in enumerate(touched):
+            tell(done, len(touched), layer)
             held = None if weights is None else weights.pristine(layer)  # no file is read, nothing is moved
             value = self._pristine(layer).to(device) if held is None else held
             baked = self._baked_deltas(layer)
@@ -243,6 +251,7 @@ class Attachments(Sequence[Attachment]):
                 rows += self._bake_evidence(layer, value, baked, weights)
             if "branch" in ways:
                 rows += self._branch_evidence(layer, value, device)
+        tell(len(touched), len(touched), "what arrived is known")
         return BakeReport(rows, tuple(str(item) for item in wanted))
 
     # -- inside ----------------------------------------------------------------------------------------------

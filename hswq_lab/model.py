@@ -274,6 +274,7 @@ class Model(PictureMaker):
         *,
         allow_unmatched: bool = False,
         allow_baked: bool = False,
+        progress: Progress | None = None,
     ) -> BakeReport:
         """Puts a LoRA on the model and proves that it arrived.
 
@@ -286,6 +287,7 @@ class Model(PictureMaker):
                 the error to the report.
             allow_unmatched: go on although keys of the file match no layer (they are reported).
             allow_baked: bake in place, or add the same LoRA, although LoRAs are in the pack's file already; they stay.
+            progress: told of every layer; nothing is changed if it stops the work.
 
         Returns:
             Per layer, what arrived, computed from the weights.
@@ -301,7 +303,7 @@ class Model(PictureMaker):
             )
             changed = self._attachments.plus(added)
             parts = self._parts(changed)
-            report = changed.evidence(self.device, added, parts)
+            report = changed.evidence(self.device, added, parts, progress)
             self._adopt(changed.with_verdict(added, report.verdict), parts.fresh)
             return report
 
@@ -326,11 +328,11 @@ class Model(PictureMaker):
             else:
                 self._adopt(changed)
 
-    def bake_report(self) -> BakeReport:
-        """The evidence for every LoRA on the model together, computed from the weights."""
+    def bake_report(self, *, progress: Progress | None = None) -> BakeReport:
+        """The evidence for every LoRA on the model together, computed from the weights layer by layer."""
         with self._lock:
             parts = self._parts(self._attachments)
-            report = self._attachments.evidence(self.device, None, parts)
+            report = self._attachments.evidence(self.device, None, parts, progress)
             if self._network is None:
                 self._fresh += parts.fresh
             return report

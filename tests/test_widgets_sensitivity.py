@@ -1,4 +1,4 @@
-"""SensitivityExplorer where the user makes mistakes, and what stands beside the plots."""
+"""SensitivityExplorer: forecasts, budgets, measured plans, the panel, and where the user makes mistakes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,153 @@ import threading
 from dataclasses import replace
 
 import pytest
-from test_widgets_explore import SOON, impacts  # noqa: F401  # a fixture
 
+from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
-from hswq_lab.plots import plans_figure
+from hswq_lab.plots import impact_figure, plans_figure
 from hswq_lab.plots.style import placeholder
 from hswq_lab.progress import silent
+from hswq_lab.quantize import ImpactReport, LayerImpact
 from hswq_lab.widgets import SensitivityExplorer
 from hswq_lab.widgets.sensitivity_state import SensitivityState
 
+SOON = 60.0
+
 
 @pytest.fixture
-def shown(tiny_model, impacts):  # noqa: F811  # pytest's way
+def impacts(tiny_model):
+    """Impacts that grow from layer to layer."""
+    rows = [
+        LayerImpact(layer, "nvfp4", n, k, [10.0 ** (place - 8)])
+        for place, (layer, (n, k)) in enumerate(tiny_model.layers().items())
+    ]
+    return ImpactReport("tiny", "", ["a"], [1], 4, 2.5, 1.5, (16, 16), "rtn", rows)
+
+
+@pytest.fixture
+def shown(tiny_model, impacts):
     panel = SensitivityExplorer(tiny_model, impacts, steps=1, seeds=1)
     yield panel
     panel.close()
 
 
-def test_a_forecast_counts_the_layers_that_were_not_measured(tiny_model, impacts):  # noqa: F811
+def test_a_forecast_is_that_of_the_plan(tiny_model, impacts):
+    state = SensitivityState(tiny_model, impacts)
+    few, many = state.forecast(2), state.forecast(10)
+    assert (few.nvfp4, many.nvfp4) == (2, 10)
+    assert few.nbytes == impacts.plan(nvfp4=2).nbytes(impacts.layers)
+    assert few.bits > many.bits
+    assert few.predicted > many.predicted
+    assert state.measured_cos(2) is None
+
+
+def test_a_byte_budget_gives_the_smallest_cut_that_fits(tiny_model, impacts):
+    state = SensitivityState(tiny_model, impacts)
+    budget = state.forecast(7).nbytes
+    found = state.count_within(budget)
+    assert state.forecast(found).nbytes <= budget
+    assert found == 0 or state.forecast(found - 1).nbytes > budget
+    with pytest.raises(HswqError, match="no plan is that small"):
+        state.count_within(10)
+
+
+def test_a_measured_plan_is_kept_once_and_shown_beside_the_prediction(tiny_model, impacts):
+    state = SensitivityState(tiny_model, impacts, steps=1, seeds=1)
+    state.measure_plan(5, silent)
+    state.measure_plan(2, silent)
+    report = state.measure_plan(5, silent)
+    assert [point.nvfp4 for point in report.points] == [2, 5]
+    assert state.measured_cos(5) == report.points[1].mean
+
+
+def test_a_plan_is_packed_into_a_file_and_never_over_another(tiny_model, impacts, tmp_path):
+    state = SensitivityState(tiny_model, impacts)
+    path = state.pack(3, tmp_path / "x.safetensors", silent)
+    formats = [entry.format for entry in Checkpoint.open(path).entries()]
+    assert formats.count("nvfp4") == 3
+    with pytest.raises(HswqError, match="exists"):
+        state.pack(4, path, silent)
+
+
+def test_without_impacts_everything_says_so(tiny_model):
+    state = SensitivityState(tiny_model)
+    for ask in (lambda: state.plan(3), lambda: state.forecast(3), lambda: state.measure_plan(3, silent)):
+        with pytest.raises(HswqError, match="not measured"):
+            ask()
+
+
+def test_the_slider_moves_the_cut_and_a_click_on_a_bar_too(tiny_model, impacts):
+    shown = SensitivityExplorer(tiny_model, impacts)
+    shown.cut.value = 4
+    assert "4 NVFP4" in shown.forecast.value
+    before = shown.bars.plot.drawing.value
+    shown.bars.plot._received(None, {"event": "click", "x": impacts.ranking()[6], "note": []}, [])
+    assert shown.cut.value == 7
+    assert shown.bars.plot.drawing.value != before
+    shown.plans.plot._received(None, {"event": "click", "x": "4.5", "note": [3, "0.99"]}, [])
+    assert shown.cut.value == 3
+    shown.order.value = "kind"
+    assert shown.errors.value == ""
+
+
+def test_a_budget_moves_the_cut_and_is_forgotten_when_the_cut_moves_on(tiny_model, impacts):
+    shown = SensitivityExplorer(tiny_model, impacts)
+    size = shown.state.forecast(9).nbytes
+    shown.budget.value = str(size / 2**20)
+    assert shown.cut.value == shown.state.count_within(size)
+    assert shown.budget.value != ""
+    shown.cut.value = 2
+    assert shown.budget.value == ""
+    for text, problem in (("many", "no size"), ("-1", "no size"), ("0.0001", "no plan is that small")):
+        shown.budget.value = text
+        assert problem in shown.errors.value
+        assert shown.cut.value == 2
+    shown.budget.value = str(size / 2**20)
+    assert shown.errors.value == ""
+
+
+def test_a_report_of_some_layers_offers_only_those(tiny_model, impacts):
+    shown = SensitivityExplorer(tiny_model, replace(impacts, rows=impacts.rows[:3]))
+    assert (shown.errors.value, shown.cut.max) == ("", 3)
+    shown.cut.value = 3
+    assert "3 NVFP4, 0 INT8" in shown.forecast.value
+
+
+def test_impacts_can_be_measured_in_the_panel(tiny_model, tmp_path):
+    shown = SensitivityExplorer(tiny_model, steps=1, seeds=1)
+    assert shown.result() is None
+    shown.impact_seeds.value, shown.impact_steps.value = 1, 1
+    shown.measure_button.click()
+    assert shown.wait(SOON)
+    assert shown.errors.value == ""
+    assert "NVFP4" in shown.forecast.value
+    shown.plan_button.click()
+    assert shown.wait(SOON)
+    assert "not measured" not in shown.forecast.value
+    shown.path.value = str(tmp_path / "made.safetensors")
+    shown.pack_button.click()
+    assert shown.wait(SOON)
+    assert "calibrate it" in shown.status.value
+    assert (tmp_path / "made.safetensors").is_file()
+
+
+@pytest.mark.parametrize("order", ["impact", "block", "kind"])
+def test_bars_come_in_the_order_that_was_asked_for(impacts, order):
+    names = list(impact_figure(impacts, order=order).layout.xaxis.categoryarray)
+    network = list(impacts.layers)
+    assert sorted(names) == sorted(network)
+    if order == "block":
+        assert names == network
+        assert list(impact_figure(impacts, order=order).layout.xaxis.ticktext)[-1] == "others"
+    if order == "kind":
+        ends = [name.split(".", 2)[-1] for name in names if name.startswith("layers.")]
+        assert ends == sorted(ends, key=ends.index)
+        axis = impact_figure(impacts, order=order).layout.xaxis
+        middle = axis.ticktext.index("attention.qkv")
+        assert names[round(axis.tickvals[middle])].endswith("attention.qkv")
+
+
+def test_a_forecast_counts_the_layers_that_were_not_measured(tiny_model, impacts):
     rows = [row for row in impacts.rows if row.layer != "x_embedder"]
     partial = replace(impacts, rows=rows, unmeasured={"x_embedder": tiny_model.layers()["x_embedder"]})
     found, plan = SensitivityState(tiny_model, partial).forecast(5), partial.plan(nvfp4=5)

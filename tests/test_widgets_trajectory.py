@@ -209,7 +209,9 @@ def test_every_control_has_a_name(report):
     viewer.close()
 
 
-def test_looking_at_a_step_leaves_the_comparison_that_runs(report, tiny_model, tiny_pack):
+@pytest.fixture
+def comparing(report, tiny_model, tiny_pack):
+    """A viewer whose comparison has said "the first half" and goes on when it is let go."""
     viewer = TrajectoryViewer(report, model=tiny_model, variants={"tc": tiny_pack})
     assert viewer.wait(SOON)
     inside, go = threading.Event(), threading.Event()
@@ -224,6 +226,14 @@ def test_looking_at_a_step_leaves_the_comparison_that_runs(report, tiny_model, t
     viewer.state.compare = compared
     viewer.compare_button.click()
     assert inside.wait(SOON)
+    yield viewer, go
+    go.set()
+    assert viewer.wait(SOON)
+    viewer.close()
+
+
+def test_looking_at_a_step_leaves_the_comparison_that_runs(comparing):
+    viewer, go = comparing
     before = viewer.pictures.value
     viewer.step.value = 0 if viewer.step.value else 1
     assert viewer._looking.wait(SOON)
@@ -235,31 +245,15 @@ def test_looking_at_a_step_leaves_the_comparison_that_runs(report, tiny_model, t
     assert viewer.wait(SOON)
     assert viewer._running.layout.display == "none"
     assert "cancelled" not in viewer.status.value
-    viewer.close()
 
 
-def test_an_export_leaves_the_cancel_button_of_the_work(report, tiny_model, tiny_pack, tmp_path):
-    viewer = TrajectoryViewer(report, model=tiny_model, variants={"tc": tiny_pack})
+def test_an_export_leaves_the_cancel_button_of_the_work(comparing, tmp_path):
+    viewer, _ = comparing
     viewer._folder = tmp_path
-    assert viewer.wait(SOON)
-    inside, go = threading.Event(), threading.Event()
-
-    def compared(seeds, steps, cfg, progress):
-        progress(0, 2, "the first half")
-        inside.set()
-        assert go.wait(SOON)
-        return report
-
-    viewer.state.compare = compared
-    viewer.compare_button.click()
-    assert inside.wait(SOON)
     viewer.export_buttons["json"].click()
     assert viewer._writing.wait(SOON)
     assert (tmp_path / "hswq-trajectory.json").is_file()
     assert viewer._running.layout.display == ""
-    go.set()
-    assert viewer.wait(SOON)
-    viewer.close()
 
 
 def test_pictures_of_one_report_are_never_those_of_another(report):

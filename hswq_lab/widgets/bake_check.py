@@ -58,6 +58,14 @@ class BakeCheck(Panel):
         self.way = ipywidgets.Dropdown(
             options=ways, value="bake", description="way", layout={"width": "270px"}
         )
+        self.allow_unmatched = ipywidgets.Checkbox(
+            description="allow_unmatched", indent=False, layout={"width": "150px"},
+            tooltip="leave out the modules of a LoRA that match no layer, instead of refusing it",
+        )  # fmt: skip
+        self.allow_baked = ipywidgets.Checkbox(
+            description="allow_baked", indent=False, layout={"width": "120px"},
+            tooltip="go on although LoRAs are in the pack's file already; they stay",
+        )  # fmt: skip
         self.prompt = ipywidgets.Text(
             value=prompt or pack.prompts[0], description="prompt", continuous_update=False,
             layout={"flex": "1 1 220px"},
@@ -85,7 +93,15 @@ class BakeCheck(Panel):
         body = [
             *(ipywidgets.HBox(row) for row in self.rows),
             ipywidgets.HBox([self.way, self.prompt, self.seed]),
-            ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button]),
+            ipywidgets.HBox(
+                [
+                    self.apply_button,
+                    self.undo_button,
+                    self.again_button,
+                    self.allow_unmatched,
+                    self.allow_baked,
+                ]
+            ),
             self.verdict,
             self.generation,
             self.pictures,
@@ -112,8 +128,9 @@ class BakeCheck(Panel):
         return self.state.report
 
     def _apply(self) -> None:
+        allowed = self.allow_unmatched.value, self.allow_baked.value
         choices = [
-            Choice(lora, float(strength.value))
+            Choice(lora, float(strength.value), *allowed)
             for lora, (ticked, strength) in zip(self.state.loras, self.rows, strict=True)
             if ticked.value
         ]

@@ -16,6 +16,7 @@ from hswq_lab.progress import Progress, part
 from hswq_lab.widgets.strength import view_of
 
 if TYPE_CHECKING:
+    from hswq_lab.checkpoint import Checkpoint
     from hswq_lab.declared import Way
     from hswq_lab.lora import BakeReport, LoraFile
     from hswq_lab.model import Model
@@ -27,10 +28,24 @@ AMPLIFIED = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One LoRA as it is to be applied."""
+    """One LoRA as it is to be applied; the rest as for `Model.attach`."""
 
     lora: LoraFile
     strength: float
+    allow_unmatched: bool = False
+    allow_baked: bool = False
+
+    def put_on(self, model: Model, way: Way, source: Checkpoint | None, progress: Progress) -> None:
+        """Attaches it."""
+        model.attach(
+            self.lora,
+            self.strength,
+            way,
+            source,
+            allow_unmatched=self.allow_unmatched,
+            allow_baked=self.allow_baked,
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,25 +144,31 @@ class BakeState:
     def _applied(
         self, choices: Sequence[Choice], way: Way, prompt: str, seed: int, progress: Progress
     ) -> Checked:
-        whole = 300 if self.source is not None else 200
+        whole = 300 if self.source is None else 400
         before = self._run(self.pack, prompt, seed, part(progress, 0, 100, whole, "picture without LoRA"))
         source = None if self.source is None else self.source.checkpoint
-        for choice in choices:
-            progress(100, whole, f"applying {choice.lora.name}")
-            self.pack.attach(choice.lora, choice.strength, way, source)
-        progress(100, whole, "computing the evidence")
-        report = self.pack.bake_report()
-        after = self._run(self.pack, prompt, seed, part(progress, 100, 200, whole, "picture with LoRA"))
+        self._put_on(self.pack, choices, way, source, part(progress, 100, 160, whole))
+        report = self.pack.bake_report(progress=part(progress, 160, 200, whole, "computing the evidence"))
+        after = self._run(self.pack, prompt, seed, part(progress, 200, 300, whole, "picture with LoRA"))
         wanted = None
         if self.source is not None:
             dressed = view_of(self.source)
-            for choice in choices:
-                dressed.attach(choice.lora, choice.strength, "branch")
+            self._put_on(dressed, choices, "branch", None, part(progress, 300, 340, whole))
             wanted = self._run(
-                dressed, prompt, seed, part(progress, 200, 300, whole, "picture in 16 bits")
+                dressed, prompt, seed, part(progress, 340, 400, whole, "picture in 16 bits")
             ).image
         self.report = report
         return Checked(way, report, before.image, after.image, wanted)
+
+    @staticmethod
+    def _put_on(
+        model: Model, choices: Sequence[Choice], way: Way, source: Checkpoint | None, progress: Progress
+    ) -> None:
+        for place, choice in enumerate(choices):
+            share = part(
+                progress, 100 * place, 100 * (place + 1), 100 * len(choices), f"applying {choice.lora.name}"
+            )
+            choice.put_on(model, way, source, share)
 
     def undo(self) -> None:
         """Takes every LoRA off; the weights are the pristine ones, bit for bit."""
