@@ -409,3 +409,9 @@ def test_stochastic_rounding_has_the_right_mean_and_keeps_exact_values(dtype, mo
     assert set(rounded.unique().tolist()) == {-1.0, -1.0 - torch.finfo(dtype).eps}
     assert float((rounded.double().mean() + 1) / torch.finfo(dtype).eps) == pytest.approx(-0.3, abs=0.01)
     assert torch.equal(round_stochastic(value, dtype, 7), round_stochastic(value, dtype, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_dtypes_are_not_rounded(dtype):
+    value = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_stochastic(value, dtype, 7), value.to(dtype))

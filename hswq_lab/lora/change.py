@@ -149,7 +149,8 @@ def change_sums(before: Weight, after: Weight, change: Change, source: Tensor | 
         from hswq_lab import _cpu_bake  # noqa: PLC0415 - it cannot be imported without the extension
 
         old, new = (_readable(value) for value in (before, after))
-        return Sums(*_cpu_bake.change_sums(old, new, change.left, change.down, source))
+        truth = None if source is None else _native(source)
+        return Sums(*_cpu_bake.change_sums(old, new, change.left, change.down, truth))
     total = torch.zeros(len(fields(Sums)), dtype=torch.float64, device=change.left.device)
     old, new, delta, touched = unpacked(before), unpacked(after), change.dense, change.touched
     for rows in _chunks(old):
@@ -198,8 +199,12 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 def _readable(value: Weight) -> Weight:
     """A weight as the kernel reads it: other formats as fp32."""
     if isinstance(value, Tensor):
-        return value if value.dtype in _NATIVE else value.float()
+        return _native(value)
     return value if isinstance(value, (Nvfp4Weight, Int8Weight)) else unpacked(value)
+
+
+def _native(values: Tensor) -> Tensor:
+    return values if values.dtype in _NATIVE else values.float()
 
 
 def _chunks(matrix: Tensor) -> Iterator[slice]:

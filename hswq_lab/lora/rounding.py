@@ -19,14 +19,14 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 
     Args:
         x: fp32 [N, K], within the range of `dtype`.
-        dtype: bfloat16 or float16; float32 is returned as it is.
+        dtype: bfloat16 or float16; float32 and float64 hold every value as it is.
         seed: of Philox, 64 bit.
 
     Returns:
         [N, K] in `dtype`.
     """
-    if dtype == torch.float32:
-        return x
+    if dtype in (torch.float32, torch.float64):
+        return x.to(dtype)
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
     step = _ROWS if x.device.type == "cpu" else _CARD_ROWS
     for start in range(0, x.shape[0], step):
