@@ -88,6 +88,24 @@ def _with_companion(model: Model, companion: Companion) -> Model:
     )
 
 
+def lora_of(model: Model, name: str) -> str:
+    """The path of a LoRA that ships with a model.
+
+    Raises:
+        HswqError: the model has none of this name.
+    """
+    shipped = {} if model.companion is None else model.companion.loras
+    if name not in shipped:
+        raise HswqError(
+            "no such LoRA ships with this model",
+            tensor=model.name,
+            found=", ".join(shipped) or "none at all",
+            expected=name,
+            fix='name a file, in a notebook LORA = "….safetensors"',
+        )
+    return shipped[name]
+
+
 def warn(text: object) -> None:
     """A warning, on stderr."""
     sys.stderr.write(f"hswq-lab: warning: {text}\n")

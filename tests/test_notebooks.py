@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from hswq_lab.errors import HswqError
+from hswq_lab.loading import load
+from hswq_lab.session import lora_of
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -48,6 +53,24 @@ def test_a_notebook_has_one_parameters_cell_with_fast_off_and_begins_with_prose(
     assert len(tagged) == 1
     assert "FAST = False" in tagged[0].source
     assert notebook.cells[0].cell_type == "markdown"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=names(NOTEBOOKS))
+def test_a_model_with_captions_gets_its_size_from_the_parameters_wherever_it_is_opened(path):
+    code = "\n".join(
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    )
+    opened = re.findall(r"captions=CAPTIONS.*", code)
+    assert len(re.findall(r"^CAPTIONS = ", code, re.MULTILINE)) == bool(opened)
+    assert len(re.findall(r"^SIZE = ", code, re.MULTILINE)) == bool(opened)
+    assert all(re.match(r"captions=CAPTIONS, size=size\b", call, re.IGNORECASE) for call in opened)
+
+
+def test_a_lora_that_does_not_ship_with_the_model_is_asked_for(tiny_model):
+    assert Path(lora_of(load("mini-zimage", device="cpu"), "outline")).is_file()
+    with pytest.raises(HswqError, match="no such LoRA ships with this model") as refused:
+        lora_of(tiny_model, "outline")
+    assert "LORA = " in refused.value.fix
 
 
 @pytest.mark.slow
