@@ -138,7 +138,7 @@ def refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
 def refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
     """A file that has LoRAs in it is no pristine pack: another bake, or the same LoRA again, would go unnoticed."""
     baked = baked_loras(checkpoint.metadata)
-    again = any(lora.sha256 == item.lora.sha256 for lora in baked)
+    again = any(lora.sha256 in (item.lora.sha256, item.lora.file_sha256) for lora in baked)
     if (
         not baked
         or (item.how == "branch" and not again)

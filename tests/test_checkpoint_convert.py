@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from checkpoint_files import int8, marker, metadata, nvfp4, parts, random_matrix
 from test_checkpoint_reports import as_modelopt, structured
 
 from hswq_lab import packing
-from hswq_lab.checkpoint import Checkpoint, convert
+from hswq_lab.checkpoint import PRODUCERS, Checkpoint, convert
 from hswq_lab.errors import HswqError
 
 
@@ -80,6 +81,18 @@ def test_modelopt_is_read_right_where_the_producer_is_known(tmp_path, known):
     assert Checkpoint.open(report.path)["a.weight"].same_bits(packed)
     if known in ("config", "hf_quant_config", "header"):
         assert Checkpoint.open(file)["a.weight"].same_bits(packed)
+
+
+def test_bytes_that_are_read_in_another_way_have_another_digest(tmp_path):
+    file = file_of(tmp_path / "model.safetensors", as_modelopt(nvfp4(structured(256, 256))))
+    plain = Checkpoint.open(file)
+    assert plain.sha256 == sha256(file.read_bytes()).hexdigest()
+    assert Checkpoint.open(file, reading=PRODUCERS["comfy"]).sha256 == plain.sha256
+    other = Checkpoint.open(file, reading=PRODUCERS["modelopt"])
+    assert other.sha256 != plain.sha256
+    assert Checkpoint.open(file, shapes={"a": (256, 250)}).sha256 != plain.sha256
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "modelopt"}}')
+    assert Checkpoint.open(file).sha256 == other.sha256
 
 
 @pytest.mark.parametrize("where", ["tensor", "header"])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from functools import partial
+from hashlib import sha256
 
 import pytest
 import torch
@@ -175,6 +176,21 @@ def test_a_lora_that_is_in_the_file_applies_twice_only_if_told(pack_file, tmp_pa
     assert "style1 ×0.8 (bake)" in str(refusal.value)
     assert "--allow-baked" in str(refusal.value)
     assert baked.attach(lora, 0.5, how, allow_baked=True).verdict == "OK"
+
+
+def test_a_pack_that_was_baked_before_adapter_configs_counted_knows_its_lora(pack_file, tmp_path) -> None:
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    save_file(dict(make_lora().tensors), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 4}')
+    lora = hl.load_lora(folder)
+    alone = sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert (lora.file_sha256, lora.sha256 != alone) == (alone, True)
+    pack = hl.load(pack_file)
+    told = json.dumps([{"name": "style", "sha256": alone, "strength": 0.8, "how": "bake"}])
+    older = pack.with_checkpoint(pack.checkpoint.with_values({}, {"hswq.loras": told}))
+    with pytest.raises(HswqError, match="would apply twice"):
+        older.attach(lora)
 
 
 def test_a_list_of_baked_loras_that_cannot_be_read_is_no_licence(tiny_pack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from hswq_lab.checkpoint.markers import canonical
 from hswq_lab.checkpoint.opening import open_files
 from hswq_lab.checkpoint.prefixes import DEFAULT_PREFIX, Naming
 from hswq_lab.checkpoint.raw import raw_bytes
-from hswq_lab.checkpoint.readings import Reading
+from hswq_lab.checkpoint.readings import COMFY, Reading
 from hswq_lab.checkpoint.slots import Entry, Slot, Value, memory_slot
 from hswq_lab.checkpoint.writer import write
 from hswq_lab.errors import HswqError
@@ -257,7 +258,21 @@ class Checkpoint(Mapping[str, Value]):
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the content: of the file it comes from, else over its files or over its values."""
+        """SHA-256 of the content: of the file it comes from, else over its files or over its values.
+
+        Where bytes were not read as ComfyUI reads them (another producer's layout, shapes that the caller stated), over
+        that, too: the values are others.
+        """
+        stored = [part for slot in self._slots.values() for part in slot.stored_parts()]
+        readings = {
+            str(part.reading) for part in stored if part.entry.format == "nvfp4" and part.reading != COMFY
+        }
+        if not readings and not self.stated_shapes:
+            return self._sha256()
+        told = json.dumps([self._sha256(), sorted(readings), self.stated_shapes], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def _sha256(self) -> str:
         if self.path is not None and len(self.sources) == 1:
             return self.sources[0].sha256()
         digest = hashlib.sha256()

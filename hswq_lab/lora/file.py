@@ -60,6 +60,7 @@ class LoraFile:
         name: for people: the file's name without ending.
         sha256: of the content, and of settings outside it that change its meaning (an adapter_config.json that was
             used, another full_lokr_scale where it matters); two LoraFiles with the same one are the same LoRA.
+        file_sha256: of the content alone, by which packs name it that were baked before those settings counted.
         metadata: the header's metadata as text.
         entries: its modules, in the file's order.
         warnings: what a reader should know about its scales and settings.
@@ -70,6 +71,7 @@ class LoraFile:
     path: Path | None
     name: str
     sha256: str
+    file_sha256: str
     metadata: Mapping[str, str]
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...]
@@ -248,7 +250,17 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
     warnings = raw.warnings + file_warnings(entries, raw.tensors)
     differs = any(entry.scale.alternative is not None for entry in entries)
     sha256 = identity(raw, full_lokr_scale if differs and full_lokr_scale != "one" else "")
-    return LoraFile(raw.path, raw.name, sha256, raw.metadata, entries, warnings, raw.tensors, full_lokr_scale)
+    return LoraFile(
+        raw.path,
+        raw.name,
+        sha256,
+        raw.sha256,
+        raw.metadata,
+        entries,
+        warnings,
+        raw.tensors,
+        full_lokr_scale,
+    )
 
 
 def _grouped(
