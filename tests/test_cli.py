@@ -157,6 +157,13 @@ def test_pack_calibrate_and_diff(model_file, pack_file, capsys):
     assert "other format" in capsys.readouterr().out
 
 
+def test_a_headroom_that_clips_what_was_seen_is_told(pack_file, tmp_path, capsys):
+    for headroom, told in (("0.5", True), ("1.5", False)):
+        target = str(tmp_path / f"{headroom}.safetensors")
+        assert main(["calibrate", pack_file, "-o", target, "--steps", "1", "--headroom", headroom]) == 0
+        assert ("warning: a headroom of 0.5 clips" in capsys.readouterr().out) == told
+
+
 def test_nothing_is_overwritten_unless_it_is_said(model_file, tmp_path, capsys):
     target = tmp_path / "there.safetensors"
     target.write_text("precious")
