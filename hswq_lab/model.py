@@ -381,9 +381,7 @@ class Model(PictureMaker):
             layer, _, kind = key.rpartition(".")
             if layer in layers and kind == "weight":
                 value = parts.known(layer)
-                if not isinstance(
-                    value, PackedWeight
-                ):  # a 16-bit one has the network's dtype, not the file's
+                if not isinstance(value, PackedWeight):  # it has the network's dtype, not the file's
                     value = self._attachments.effective(layer, self.device)
                 yield key, value.to("cpu")
             elif layer not in layers or kind != "bias":

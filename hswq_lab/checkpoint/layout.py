@@ -2,12 +2,12 @@
 
 With a source every reading is tried and the one whose values match is believed. Without one:
 * shapes tell where padding makes them differ;
-* real weights have rows and columns of different size, so log block scales in the right order are explained
-by row and
-  column means far better than in a wrong order (on Gaussian weights without such structure neither is:
+* real weights have rows and columns of different size, so log block scales in the right order are explained by
+  row and column means far better than in a wrong order (on Gaussian weights without such structure neither is:
   undetermined);
 * a global scale times 2688 is the largest weight: below 0.05 it can only be a multiplier, above 20 only a
-divisor; * the nibble order cannot be told: swapping neighbours changes no statistic of scales or rows.
+  divisor;
+* the nibble order cannot be told: swapping neighbours changes no statistic of scales or rows.
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from hswq_lab.checkpoint.slots import Entry, Value
 
 LEAST_COSINE = 0.9  # the worst right reading of a real layer is above 0.98, a wrong one below 0.7
-LEAST_COSINE_BAKED = (
-    0.5  # of a layer with LoRAs in it: less means that they are 1.7 times as large as the weight
-)
+LEAST_COSINE_BAKED = 0.5  # with LoRAs in the layer: less means that they are 1.7 times as large as it
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ DEFAULT_PREFIX = PREFIXES[0]
 def find_prefix(names: Iterable[str]) -> str:
     """The prefix of a file's model tensors, "" where they have none.
 
-    The two long prefixes are unmistakable: one tensor is enough (a complete checkpoint also holds a VAE and
-        text
+    The two long prefixes are unmistakable: one tensor is enough (a complete checkpoint also holds a VAE and text
     encoders). The short ones must be on most tensors.
     """
     listed = list(names)

@@ -197,9 +197,8 @@ def _stack(
     dtype = torch.float32
     if parts and all(gain is None for _, gain in parts):
         dtype = max((t.dtype for part, _ in parts for t in (part.down, part.up)), key=lambda d: d.itemsize)
-        dtype = (
-            dtype if dtype.itemsize > 1 else torch.float32
-        )  # fp8 factors are values to compute with, not a format
+        if dtype.itemsize == 1:  # fp8 factors are values to compute with, not a format
+            dtype = torch.float32
     up = torch.zeros(n, sum(ranks), dtype=dtype, device=device)
     column = 0
     for (part, gain), rank in zip(parts, ranks, strict=True):

@@ -140,8 +140,7 @@ class EntryBuilder:
         )
         return Scale(1.0, rule, alpha)
 
-    # -- shapes
-    # ---------------------------------------------------------------------------------------------------
+    # -- shapes ----------------------------------------------------------------------------------------------
 
     def _shape(self, kind: Kind, keys: Mapping[str, str]) -> tuple[tuple[int, int], int | None]:
         """((n, k), rank or None) that the factors multiply out to."""
@@ -208,8 +207,7 @@ class EntryBuilder:
             return "in"
         raise self._wrong(keys["magnitude"], f"[{n}], [{n}, 1] (one a row) or [1, {k}] (one a column)")
 
-    # -- errors
-    # ---------------------------------------------------------------------------------------------------
+    # -- errors ----------------------------------------------------------------------------------------------
 
     def _error(
         self, problem: str, keys: Mapping[str, str], found: object = None, expected: object = None

@@ -75,8 +75,7 @@ class PeftSettings:
 def peft_settings(metadata: Mapping[str, str], adapter_config: Mapping[str, Any]) -> PeftSettings | None:
     """Reads PEFT's settings from a header or an adapter_config.json; the header wins. None if there are none.
 
-    diffusers flattens the settings of several parts into one object: `transformer.lora_alpha`,
-        `text_encoder.r`.
+    diffusers flattens the settings of several parts into one object: `transformer.lora_alpha`, `text_encoder.r`.
 
     Raises:
         HswqError: settings that are there but make no sense.

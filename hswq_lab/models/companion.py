@@ -49,9 +49,8 @@ class Companion:
     @cached_property
     def encoder_identity(self) -> str:
         """SHA-256 of the text encoder's content: equal where captions come out equal."""
-        return _content(
-            getattr(self.encode, "features", self.encode)
-        )  # a table is its captions, wherever it lies
+        # A table is its captions, wherever it lies.
+        return _content(getattr(self.encode, "features", self.encode))
 
     @cached_property
     def identity(self) -> str:

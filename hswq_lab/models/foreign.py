@@ -41,9 +41,8 @@ _ADAPTER: Final = re.compile(
     r"|lokr_(w[12]|t2)|hada_(w[12]|t[12])|b?oft_(blocks|diag|[rRsS])|ia3_l|vera_lambda_[bd])(?=[._]|$)"
     r"|\.(alpha|diff|diff_b|set_weight|w_norm|b_norm|reshape_weight|on_input)$"
 )
-_MOST: Final = (
-    0.75  # a model that carries adapters has its own weights besides; a LoRA may have a stray tensor
-)
+# A model that carries adapters has its own weights besides; a LoRA may have a stray tensor.
+_MOST: Final = 0.75
 # Parts of a pipeline that are no diffusion transformer. Patterns see names with "_" for every separator.
 _COMPANIONS: Final = (
     (re.compile(r"(^|_)(decoder|encoder)_(conv_in|up_blocks|down_blocks|up_\d|down_\d|mid)(_|$)"), "a VAE"),

@@ -4,10 +4,9 @@ Frantar et al., "GPTQ" (2023), with three changes. (1) The Hessian is that of th
 rotated basis, and the target is not W but the weight W* that best turns x̂ into W x (least squares): part of
 what the activations' rounding does is undone by the weight. (2) A block's E4M3 scale is swept just before its
 sixteen columns are rounded, on the values that they have by then, weighted by what an error of each column
-costs. (3) How far the fit may go is not a
-constant: of several strengths of regularisation each layer takes the one with the least error on inputs that
-    it was
-not fitted to, crosswise over two sets of prompts, seeds and noise levels.
+costs. (3) How far the fit may go is not a constant: of several strengths of regularisation each layer takes the
+one with the least error on inputs that it was not fitted to, crosswise over two sets of prompts, seeds and noise
+levels.
 """
 
 from __future__ import annotations

@@ -72,9 +72,8 @@ class Plan(Mapping[str, str]):
         formats = texts_of(formats, "a plan", '{"layer or glob": "nvfp4"}')
         self._formats: dict[str, str] = {}
         for pattern, form in formats.items():
-            self._formats.pop(
-                layer_name(pattern), None
-            )  # named again, with or without ".weight": the last wins
+            # Named again, with or without ".weight": the last wins.
+            self._formats.pop(layer_name(pattern), None)
             self._formats[layer_name(pattern)] = canonical(form, pattern)
         self._places = {pattern: place for place, pattern in enumerate(self._formats)}
         self._globs = [pattern for pattern in self._formats if set(pattern) & set("*?[")]
