@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -112,7 +115,8 @@ def fp4_gemm(
     return y
 
 
-def linear_w4a4(
+def _w4_on_one_scale(
+    kernel: Callable[..., None],
     x: Tensor,
     w_codes: Tensor,
     w_scales: Tensor,
@@ -122,11 +126,12 @@ def linear_w4a4(
     n: int,
     bias: Tensor | None,
 ) -> Tensor:
+    """What W4A4 and W4A8 share: x is rounded on one tensor scale, by the kernel."""
     k = x.shape[-1]
     w, _keep = nvfp4(x, "w_codes", w_codes, w_scales, n, k)
     flat, y, b = rows_of(x), _result(x, n), bias_of(x, bias, n)
     s_x, s_w = _scalar(input_scale), _scalar(w_scale)
-    _C.linear_w4a4(
+    kernel(
         _threads(),
         matrix(flat),
         group_size(group, k),
@@ -137,6 +142,9 @@ def linear_w4a4(
         _flat(y, flat.shape[0]),
     )
     return y
+
+
+linear_w4a4 = partial(_w4_on_one_scale, _C.linear_w4a4)
 
 
 def linear_w4a8(
@@ -149,23 +157,8 @@ def linear_w4a8(
     n: int,
     bias: Tensor | None,
 ) -> Tensor:
-    if not _C.has_w4():
-        return _reference.linear_w4a8(x, w_codes, w_scales, w_scale, input_scale, group, n, bias)
-    k = x.shape[-1]
-    w, _keep = nvfp4(x, "w_codes", w_codes, w_scales, n, k)
-    flat, y, b = rows_of(x), _result(x, n), bias_of(x, bias, n)
-    s_x, s_w = _scalar(input_scale), _scalar(w_scale)
-    _C.linear_w4a8(
-        _threads(),
-        matrix(flat),
-        group_size(group, k),
-        s_x.data_ptr(),
-        w,
-        s_w.data_ptr(),
-        address(b),
-        _flat(y, flat.shape[0]),
-    )
-    return y
+    product = partial(_w4_on_one_scale, _C.linear_w4a8) if _C.has_w4() else _reference.linear_w4a8
+    return product(x, w_codes, w_scales, w_scale, input_scale, group, n, bias)
 
 
 fp8_weight = _reference.fp8_weight  # kept FP8 weights are for cards: on a CPU they would only be larger

@@ -118,4 +118,5 @@ def _register() -> torch.library.Library:
     return library
 
 
-LIBRARY = _register()  # torch drops the registrations when this object dies
+_LIBRARY = _register()  # torch drops the registrations when this object dies
+OPS = torch.ops.hswq_lab

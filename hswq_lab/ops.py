@@ -64,7 +64,7 @@ __all__ = [
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
-_ops = torch.ops.hswq_lab
+_ops = _library.OPS
 _amax = _ops.amax.default
 _rotate = _ops.rotate.default
 _quantize_nvfp4 = _ops.quantize_nvfp4.default
@@ -82,7 +82,6 @@ _requantize_int8 = _ops.requantize_int8.default
 _dequantize_int8 = _ops.dequantize_int8.default
 _swizzle = _ops.swizzle.default
 _unswizzle = _ops.unswizzle.default
-_LIBRARY = _library.LIBRARY
 
 
 def tensor_scale(x: Tensor) -> Tensor:

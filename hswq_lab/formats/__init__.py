@@ -24,7 +24,6 @@ from hswq_lab.formats.nvfp4 import (
     requantize_nvfp4,
     tensor_scale,
     tensor_scale_four_six,
-    tensor_scale_in_dtype,
 )
 from hswq_lab.formats.packed import Fp8Weight, Int8Weight, Mxfp8Weight, Nvfp4Weight, PackedWeight
 from hswq_lab.formats.philox import philox4x32_10
@@ -76,7 +75,6 @@ __all__ = [
     "swizzled_shape",
     "tensor_scale",
     "tensor_scale_four_six",
-    "tensor_scale_in_dtype",
     "unpack_nibbles",
     "unswizzle",
 ]

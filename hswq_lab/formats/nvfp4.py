@@ -57,14 +57,6 @@ def tensor_scale_four_six(x: Tensor) -> Tensor:
     return amax(x) / (256.0 * E2M1_MAX)
 
 
-def tensor_scale_in_dtype(x: Tensor) -> Tensor:
-    """``max|x| / 2688`` rounded to x's own dtype: what ComfyUI stores, to compare files bit for bit.
-
-    For bf16 and fp16 it is coarser than `tensor_scale`, and 0 for tiny data. Packs of our own never use it.
-    """
-    return tensor_scale(x).to(x.dtype).float()
-
-
 def quantize_nvfp4(
     x: Tensor,
     tensor_scale: Tensor,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.parts import Axis, BiasPart, Dora, Full, Hada, Kron, LowRank, Part, Replacement
-from hswq_lab.lora.scales import PeftSettings, Scale, full_lokr_scale, low_rank_scale
+from hswq_lab.lora.scales import (
+    PeftSettings,
+    Scale,
+    full_lokr_scale,
+    full_lokr_scale_by_alpha,
+    low_rank_scale,
+)
 from hswq_lab.lora.source import HeldTensors, StoredTensors
 
 if TYPE_CHECKING:
@@ -129,8 +135,8 @@ class EntryBuilder:
 
     def _scale(self, kind: Kind, module: str, alpha: float | None, rank: int | None) -> Scale:
         if kind == "LoKr" and rank is None:
-            use_alpha = self._full_lokr == "alpha/dim"
-            return full_lokr_scale(module, alpha, self._header_rank, self._peft, use_alpha=use_alpha)
+            scale_of = full_lokr_scale_by_alpha if self._full_lokr == "alpha/dim" else full_lokr_scale
+            return scale_of(module, alpha, self._header_rank, self._peft)
         if rank is not None:
             return low_rank_scale(module, rank, alpha, self._peft)
         rule = (

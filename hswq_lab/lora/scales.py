@@ -130,25 +130,27 @@ def low_rank_scale(module: str, rank: int, alpha: float | None, peft: PeftSettin
     return Scale(alpha / rank, f"{source} / rank = {alpha:g} / {rank}", alpha)
 
 
-def full_lokr_scale(
-    module: str, alpha: float | None, rank: int | None, peft: PeftSettings | None, *, use_alpha: bool
-) -> Scale:
-    """The factor of a LoKr whose two factors are both full.
+def full_lokr_scale(module: str, alpha: float | None, rank: int | None, peft: PeftSettings | None) -> Scale:
+    """The factor of a LoKr whose two factors are both full: PEFT's where it wrote settings, else 1.
 
-    LyCORIS and ComfyUI use 1, whatever alpha says; `use_alpha` asks for alpha / rank with the header's rank
-    instead.
+    LyCORIS and ComfyUI use 1, whatever alpha says; alpha / rank with the header's rank is the alternative.
+    """
+    other = alpha / rank if alpha is not None and rank is not None else None
+    return _configured_lokr(module, alpha, peft) or Scale(
+        1.0, "both factors full: 1", alpha, None if other == 1.0 else other
+    )
+
+
+def full_lokr_scale_by_alpha(
+    module: str, alpha: float | None, rank: int | None, peft: PeftSettings | None
+) -> Scale:
+    """The same for tools that use alpha / rank with the header's rank; 1 is the alternative.
 
     Raises:
-        HswqError: alpha / rank is asked for where one of them is unknown.
+        HswqError: one of them is unknown.
     """
-    if peft is not None and alpha is None:
-        known, configured = peft.alpha_of(module), peft.rank_of(module)
-        if known is not None and configured:
-            rule = f"alpha / r of {peft.origin} = {known:g} / {configured:g}"
-            return Scale(known / configured, rule, known)
-    other = alpha / rank if alpha is not None and rank is not None else None
-    if not use_alpha:
-        return Scale(1.0, "both factors full: 1", alpha, None if other == 1.0 else other)
+    if (configured := _configured_lokr(module, alpha, peft)) is not None:
+        return configured
     if alpha is None or rank is None:
         raise HswqError(
             "alpha / dim of a full LoKr cannot be computed",
@@ -157,6 +159,17 @@ def full_lokr_scale(
             fix='use full_lokr_scale="one"',
         )
     return Scale(alpha / rank, f"alpha / dim of the metadata = {alpha:g} / {rank} (asked for)", alpha, 1.0)
+
+
+def _configured_lokr(module: str, alpha: float | None, peft: PeftSettings | None) -> Scale | None:
+    """What PEFT does: its alpha / r, where no alpha tensor says otherwise."""
+    if peft is None or alpha is not None:
+        return None
+    known, configured = peft.alpha_of(module), peft.rank_of(module)
+    if known is None or not configured:
+        return None
+    rule = f"alpha / r of {peft.origin} = {known:g} / {configured:g}"
+    return Scale(known / configured, rule, known)
 
 
 def _patterns(value: object, what: str) -> dict[str, float]:
