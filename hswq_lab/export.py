@@ -15,6 +15,7 @@ from plotly.basedatatypes import BaseFigure
 
 from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
+from hswq_lab.outlines import FAMILY, outlined
 from hswq_lab.partial import write_whole
 from hswq_lab.results import write_text
 
@@ -76,6 +77,8 @@ def save_figure(
 ) -> Path:
     """Writes a plotly figure to .html (self-contained, opens offline) or .png, .svg, .pdf.
 
+    No file needs a font of the machine that shows it: a PDF has its fonts inside, the text of an SVG is outlines.
+
     Args:
         figure: the figure.
         path: the target; its suffix chooses the form.
@@ -118,6 +121,10 @@ def save_figure(
 
 
 def _drawn(figure: go.Figure, options: dict[str, Any]) -> bytes:
+    content = figure.to_dict()
+    if options["format"] == "svg":
+        layout = content["layout"]
+        layout["font"] = {**layout.get("font", {}), "family": FAMILY}
     with static_export():
-        drawn: bytes = import_module("kaleido").calc_fig_sync(figure.to_dict(), opts=options)
-    return drawn
+        drawn: bytes = import_module("kaleido").calc_fig_sync(content, opts=options)
+    return outlined(drawn.decode()).encode() if options["format"] == "svg" else drawn

@@ -35,7 +35,7 @@ def retention_figure(reports: Mapping[str, BakeReport]) -> go.Figure:
     )
     names = list(dict.fromkeys(layer.layer for report in reports.values() for layer in report.rows))
     loras = dict.fromkeys(lora for report in reports.values() for lora in report.loras)
-    subtitle = f"r = ⟨W′−W, ΔW⟩ / ⟨ΔW, ΔW⟩ ± 2 standard errors (dotted: {ENOUGH}); {', '.join(loras)}"
+    subtitle = f"r = (W′−W)·ΔW / ‖ΔW‖² ± 2 standard errors (dotted: {ENOUGH}); {', '.join(loras)}"
     style.dress(figure, "What arrived of the LoRA in each layer", subtitle, height=300 + 170 * len(reports))
     style.name_panels(figure)
     shown: set[str] = set()
