@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,7 +26,7 @@ _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in anothe
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerEvidence:
     """One layer of a `BakeReport`.
 
@@ -61,14 +61,14 @@ class LayerEvidence:
     group: int | None
     rows: int
     delta_norm: float
-    ratio: float | None
+    ratio: float | None = None
     retained: float | None
     retained_se: float | None
     added_error: float | None
-    source_error_before: float | None
-    source_error_after: float | None
-    unrotated: bool | None
-    rerotated: bool | None
+    source_error_before: float | None = None
+    source_error_after: float | None = None
+    unrotated: bool | None = None
+    rerotated: bool | None = None
     verdict: Verdict
     norms_from: str = ""
     calibrated: bool = False
@@ -96,41 +96,22 @@ class Baked:
 
 def measure(case: Baked) -> LayerEvidence:
     """The evidence for one baked layer, from its weights alone."""
-    group = case.before.group if isinstance(case.before, PackedWeight) else None
     sums = change_sums(case.before, case.after, case.change, case.source)
-    retained, error, added = _share(sums, int(sums.rows) * case.before.shape[1])
-    verdict: Verdict = "OK"
-    unrotated = rerotated = None
-    if retained is None or error is None:
-        verdict = "N/A"
-    elif sums.cc == 0:
-        verdict = "MISSING"
-    elif group is not None and isinstance(case.after, PackedWeight):
-        # Whether the change looks no less like ΔW than like ΔW·H, what a bake without unrotating leaves.
-        unrotated = sums.c_turned / sums.dd - retained <= 2 * math.sqrt(2) * error
-        rerotated = case.after.group == group and sums.missed <= _SAME**2 * _wanted(sums)
-        verdict = "OK" if unrotated and rerotated else "MISMATCH"
-    return LayerEvidence(
-        layer=case.name,
-        way=case.way,
-        kind=kind_of(case.before),
-        format=format_of(case.before),
-        group=group,
-        rows=int(sums.rows),
-        delta_norm=math.sqrt(sums.dd),
-        ratio=math.sqrt(sums.dd / sums.ww) if sums.ww else None,
-        retained=retained,
-        retained_se=error,
-        added_error=added,
+    row = replace(
+        _row(case.name, case.way, case.before, sums, int(sums.rows) * case.before.shape[1]),
+        ratio=_relative(sums.dd, sums.ww),
         source_error_before=_relative(sums.error_before, sums.source),
         source_error_after=_relative(sums.error_after, sums.source_after),
-        unrotated=unrotated,
-        rerotated=rerotated,
-        verdict=verdict,
         norms_from=case.norms_from,
-        calibrated=_is_calibrated(case.before),
-        warning=_warning(case.way, verdict, retained, error, added),
     )
+    if row.verdict != "OK" or row.group is None or not isinstance(case.after, PackedWeight):
+        return row
+    # Whether the change looks no less like ΔW than like ΔW·H, what a bake without unrotating leaves.
+    unrotated = (sums.c_turned - sums.cd) / sums.dd <= 2 * math.sqrt(2) * (row.retained_se or 0.0)
+    rerotated = case.after.group == row.group and sums.missed <= _SAME**2 * _wanted(sums)
+    if not (unrotated and rerotated):
+        row = replace(row, verdict="MISMATCH", warning="the delta was added in the wrong basis")
+    return replace(row, unrotated=unrotated, rerotated=rerotated)
 
 
 def branch_evidence(
@@ -150,29 +131,8 @@ def branch_evidence(
         norms_from: where DoRA's norms came from.
     """
     sums = compared(_carried(branches, value), wanted)
-    retained, error, added = _share(sums, wanted.left.shape[0] * value.shape[1])
-    verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
-    return LayerEvidence(
-        layer=name,
-        way="branch",
-        kind=kind_of(value),
-        format=format_of(value),
-        group=value.group if isinstance(value, PackedWeight) else None,
-        rows=int(sums.rows),
-        delta_norm=math.sqrt(sums.dd),
-        ratio=None,
-        retained=retained,
-        retained_se=error,
-        added_error=added,
-        source_error_before=None,
-        source_error_after=None,
-        unrotated=None,
-        rerotated=None,
-        verdict=verdict,
-        norms_from=norms_from,
-        calibrated=_is_calibrated(value),
-        warning=_warning("branch", verdict, retained, error, added),
-    )
+    row = _row(name, "branch", value, sums, wanted.left.shape[0] * value.shape[1])
+    return replace(row, norms_from=norms_from)
 
 
 def bias_evidence(
@@ -191,26 +151,28 @@ def bias_evidence(
     old = torch.zeros_like(total) if before is None else before.to(device).float()
     new = torch.zeros_like(total) if after is None else after.to(device).float()
     sums = change_sums(old[None], new[None], Change(total[None]), None)
-    retained, error, added = _share(sums, total.numel())
-    verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     stored = before if before is not None else after if after is not None else total
+    row = _row(name, way, stored, sums, total.numel())
+    return replace(row, kind="bias", rows=int((total != 0).sum()), ratio=_relative(sums.dd, sums.ww))
+
+
+def _row(name: str, way: Way, value: Tensor | PackedWeight, sums: Sums, n: int) -> LayerEvidence:
+    """What `Sums` over n numbers say about what arrived; all else about the layer is left open."""
+    retained, error, added = _share(sums, n)
+    verdict: Verdict = "N/A" if retained is None else "MISSING" if sums.cc == 0 else "OK"
     return LayerEvidence(
         layer=name,
         way=way,
-        kind="bias",
-        format=format_of(stored),
-        group=None,
-        rows=int((total != 0).sum()),
+        kind=kind_of(value),
+        format=format_of(value),
+        group=value.group if isinstance(value, PackedWeight) else None,
+        rows=int(sums.rows),
         delta_norm=math.sqrt(sums.dd),
-        ratio=math.sqrt(sums.dd / sums.ww) if sums.ww else None,
         retained=retained,
         retained_se=error,
         added_error=added,
-        source_error_before=None,
-        source_error_after=None,
-        unrotated=None,
-        rerotated=None,
         verdict=verdict,
+        calibrated=isinstance(value, Nvfp4Weight) and value.input_scale is not None,
         warning=_warning(way, verdict, retained, error, added),
     )
 
@@ -249,10 +211,6 @@ def format_of(value: Tensor | PackedWeight) -> str:
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else value.format
 
 
-def _is_calibrated(value: Tensor | PackedWeight) -> bool:
-    return isinstance(value, Nvfp4Weight) and value.input_scale is not None
-
-
 def _wanted(sums: Sums) -> float:
     """‖W+ΔW‖²."""
     return sums.ww + 2 * sums.wd + sums.dd
@@ -269,9 +227,9 @@ def _share(sums: Sums, n: int) -> tuple[float | None, float | None, float | None
     return retained, error, math.sqrt(sums.missed / sums.dd)
 
 
-def _relative(error: float, norm: float) -> float | None:
-    """‖error‖ / ‖truth‖ from the squares; None without a source."""
-    return math.sqrt(error / norm) if norm else None
+def _relative(part: float, norm: float) -> float | None:
+    """‖part‖ / ‖whole‖ from the squares; None where there is no whole."""
+    return math.sqrt(part / norm) if norm else None
 
 
 def _warning(
@@ -284,8 +242,6 @@ def _warning(
     }[way]
     if verdict == "MISSING":
         return f"nothing of the delta arrived{exact}"
-    if verdict == "MISMATCH":
-        return "the delta was added in the wrong basis"
     if retained is None or error is None or added is None:
         return ""
     faults = []
