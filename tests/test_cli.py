@@ -324,11 +324,15 @@ def test_lab_is_loopback_with_a_token_that_is_no_argument(tmp_path, monkeypatch)
     assert seen["env"]["JUPYTER_TOKEN"] not in " ".join(seen["command"])
 
 
-def test_a_bar_in_a_log_is_lines_and_says_how_long(capsys):
+@pytest.mark.parametrize("interval", [-1.0, float("inf")], ids=["always", "never"])
+def test_a_bar_in_a_log_is_lines_and_says_how_long(interval, monkeypatch, capsys):
+    monkeypatch.setattr(session, "LOG_INTERVAL", interval)  # no clock: a busy machine may sleep longer than a line
     with common.bar("packing") as progress:
         progress(0, 2, "a")
-        progress(2, 2, "b")
-    assert capsys.readouterr().err.startswith("packing: done in ")
+        progress(1, 2, "b")
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert lines == (["packing: 0 % (a)", "packing: 50 % (b)"] if interval < 0 else [])
+    assert last.startswith("packing: done in ")
 
 
 @pytest.mark.parametrize("verb", [["check", "{pack}"], ["diff", "{pack}", "{pack}"], ["inspect", "{pack}"]])

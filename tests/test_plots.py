@@ -76,7 +76,20 @@ def layer_row(name, form="nvfp4", **fields):
 
 def evidence(name, retained, form="nvfp4"):
     return LayerEvidence(
-        name, "bake", "nvfp4", form, 256, 64, 1.0, 0.1, retained, 0.01, 0.3, None, None, True, True, "OK"
+        layer=name,
+        way="bake",
+        kind="nvfp4",
+        format=form,
+        group=256,
+        rows=64,
+        delta_norm=1.0,
+        ratio=0.1,
+        retained=retained,
+        retained_se=0.01,
+        added_error=0.3,
+        unrotated=True,
+        rerotated=True,
+        verdict="OK",
     )
 
 
