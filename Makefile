@@ -59,7 +59,7 @@ sanitize: $(STAMP)
 	CXX="g++ $(SANITIZERS)" HSWQ_LAB_CUDA=0 HSWQ_LAB_REQUIRE_CPU=1 $(BIN)/python setup.py -q build_ext --build-lib build/sanitized
 	cd build/sanitized && PYTHONPATH=$$PWD ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/python -m pytest -q -s -x -n 0 --timeout 3600 tests/test_ops.py tests/test_checkpoint_fuzz.py tests/test_hostile_inputs.py
+	  ../../$(BIN)/python -m pytest -q -s -x -n 0 --timeout 3600 tests/test_ops.py tests/test_ops_products.py tests/test_checkpoint_fuzz.py tests/test_hostile_inputs.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_kernels.py

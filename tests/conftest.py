@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hswq_lab._backends import native
 from hswq_lab.checkpoint import Checkpoint, write
 from hswq_lab.cli import main
 from hswq_lab.loading import MODEL_KEY
@@ -20,6 +21,8 @@ from hswq_lab.packing import pack_weight
 
 # Tiny tensors on several threads spend their time waiting for each other, the more so on a shared machine.
 torch.set_num_threads(1)
+
+INSTRUCTION_SETS = ["baseline", "avx2", "avx512", "amx"]
 
 TINY = ZImageConfig(
     dim=64, n_layers=2, n_refiners=1, head_dim=16, ffn_dim=128, cap_dim=512, time_dim=64, time_hidden=128
@@ -42,6 +45,19 @@ def random_tensors(config: ZImageConfig, seed: int = 0, dtype: torch.dtype = tor
             values *= 0.1
         tensors[name] = values.to(dtype)
     return tensors
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def isa(request):
+    """Runs a test once on each instruction set; those that the machine lacks are skipped by name."""
+    if (
+        native is None
+        or request.param not in INSTRUCTION_SETS[: INSTRUCTION_SETS.index(native.hardware_isa()) + 1]
+    ):
+        pytest.skip(f"no kernels for {request.param} here")
+    native.limit_isa(request.param)
+    yield request.param
+    native.limit_isa("")
 
 
 @pytest.fixture(scope="session")

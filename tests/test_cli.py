@@ -326,7 +326,8 @@ def test_lab_is_loopback_with_a_token_that_is_no_argument(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("interval", [-1.0, float("inf")], ids=["always", "never"])
 def test_a_bar_in_a_log_is_lines_and_says_how_long(interval, monkeypatch, capsys):
-    monkeypatch.setattr(session, "LOG_INTERVAL", interval)  # no clock: a busy machine may sleep longer than a line
+    # The clock decides nothing here: a busy machine may sleep longer than any interval.
+    monkeypatch.setattr(session, "LOG_INTERVAL", interval)
     with common.bar("packing") as progress:
         progress(0, 2, "a")
         progress(1, 2, "b")

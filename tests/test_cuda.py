@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from test_ops import AWKWARD, DTYPES, SHAPES, gaussian, quantizers, same_bits
+from kernel_cases import AWKWARD, DTYPES, SHAPES, gaussian, quantizers, same_bits
 
 import hswq_lab as hl
 from hswq_lab import formats, ops

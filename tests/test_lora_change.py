@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hswq_lab import ops
-from hswq_lab._backends import native
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.change import Change, bake, change_sums
 from hswq_lab.packing import dequantize, pack_weight
@@ -17,7 +16,6 @@ NAME = "layers.0.attention.qkv"
 # Panels of 16 rows, chunks of 256 columns, blocks of 16: whole ones and ends of each.
 SHAPES = [(1, 16), (16, 256), (33, 272), (40, 520), (100, 1024), (7, 24)]
 FORMATS = [("nvfp4", 4), ("nvfp4", None), ("nvfp4", 256), ("int8_tensorwise", 4), ("int8_tensorwise", None)]
-ISAS = ["baseline", "avx2", "avx512", "amx"]
 
 
 def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,15 +32,6 @@ def _factors(n: int, k: int, rank: int = 5) -> Change:
     left[::3] = 0
     left[1::3, 2:] = 0
     return Change(left, _normal(rank, k, seed=2))
-
-
-@pytest.fixture(params=ISAS if native is not None else [])
-def isa(request):
-    if native is None or ISAS.index(native.hardware_isa()) < ISAS.index(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    native.limit_isa(request.param)
-    yield request.param
-    native.limit_isa("")
 
 
 @pytest.mark.parametrize(("form", "group"), FORMATS)
