@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, fromstring, register_namespace, tostring
 
@@ -38,11 +39,11 @@ class Face(NamedTuple):
 
 
 class Glyph(NamedTuple):
-    """A character of a line: x from where the line begins, y from its baseline, in pixels."""
+    """A character of a line: x from where the line begins, y from its baseline, in pixels; scale: of a unit."""
 
     face: Face
     char: str
-    size: float
+    scale: float
     x: float
     y: float
 
@@ -58,12 +59,13 @@ class Line:
 
     def add(self, text: str, style: Style, shift: float) -> None:
         """Appends text, `shift` below the baseline."""
-        face, size, before = _face_of(style), _size(style), ""
+        face, before = _face_of(style), ""
+        scale = _size(style) / face.units
         for char in text:
             if char not in _UNSEEN:
-                self.width += face.kerning.get(before + char, 0) * size / face.units
-                self.glyphs.append(Glyph(face, char, size, self.width, shift))
-                self.width += face.glyphs[char][0] * size / face.units
+                self.width += face.kerning.get(before + char, 0) * scale
+                self.glyphs.append(Glyph(face, char, scale, self.width, shift))
+                self.width += face.glyphs[char][0] * scale
                 before = char
 
 
@@ -110,14 +112,16 @@ def _drawn(text: Element, used: dict[str, str]) -> Element:
     drawn = Element(f"{{{_SVG}}}g", {**kept, "style": look, "aria-label": said})
     anchor = _ANCHORS[text.get("text-anchor", "start")]
     for line in _lines(text, style):
-        for glyph in line.glyphs:
-            name, path = f"{glyph.face.name}-{ord(glyph.char):x}", glyph.face.glyphs[glyph.char][1]
-            if path:
-                used[name] = path
-                x, y = line.x + glyph.x - anchor * line.width, line.y + glyph.y
-                scale = glyph.size / glyph.face.units
-                place = f"translate({x:.2f} {y:.2f}) scale({scale:.5f} {-scale:.5f})"
-                SubElement(drawn, f"{{{_SVG}}}use", {f"{{{_LINK}}}href": f"#{name}", "transform": place})
+        left = line.x - anchor * line.width
+        for (y, scale), glyphs in groupby(line.glyphs, lambda glyph: (glyph.y, glyph.scale)):
+            place = f"translate({left:.2f} {line.y + y:.2f}) scale({scale:.5f} {-scale:.5f})"
+            run = SubElement(drawn, f"{{{_SVG}}}g", {"transform": place})
+            for glyph in glyphs:
+                name, path = f"{glyph.face.name}-{ord(glyph.char):x}", glyph.face.glyphs[glyph.char][1]
+                if path:
+                    used[name] = path
+                    x = f"{glyph.x / scale:.0f}"
+                    SubElement(run, f"{{{_SVG}}}use", {f"{{{_LINK}}}href": f"#{name}", "x": x})
     return drawn
 
 

@@ -25,13 +25,13 @@ def drawn(text):
     svg = outlined(f'<svg xmlns="http://www.w3.org/2000/svg"><g>{text}</g></svg>')
     group = fromstring(svg)[1][0]  # noqa: S314 - made here
     letters = []
-    for use in group:
-        x, y, scale = map(
-            float, re.match(r"translate\((\S+) (\S+)\) scale\((\S+) ", use.get("transform")).groups()
-        )
-        (name,) = (value for key, value in use.attrib.items() if key.endswith("href"))
-        assert f'id="{name[1:]}"' in svg, "the outline is in the file"
-        letters.append((name[1:], x, y, scale))
+    for run in group:
+        found = re.match(r"translate\((\S+) (\S+)\) scale\((\S+) ", run.get("transform", ""))
+        for use in run:
+            x, y, scale = map(float, found.groups())
+            (name,) = (value for key, value in use.attrib.items() if key.endswith("href"))
+            assert f'id="{name[1:]}"' in svg, "the outline is in the file"
+            letters.append((name[1:], x + scale * float(use.get("x")), y, scale))
     return group, letters
 
 
