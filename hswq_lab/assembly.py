@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -148,3 +148,20 @@ def build_network(architecture: Architecture, parts: Parts, resolve: Callable[[s
 def linears_of(network: nn.Module) -> dict[str, LabLinear]:
     """The `LabLinear`s of a network, by layer name, in network order."""
     return {name: module for name, module in network.named_modules() if isinstance(module, LabLinear)}
+
+
+def effective_items(layers: Collection[str], parts: Parts) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """What a file of a network holds: every parameter with what is baked into it, one at a time, on the CPU."""
+    for key in parts.checkpoint:
+        layer, _, kind = key.rpartition(".")
+        if layer in layers and kind == "weight":
+            value = parts.known(layer)
+            if not isinstance(value, PackedWeight):  # it has the network's dtype, not the file's
+                value = parts.attachments.effective(layer, parts.device)
+            yield key, value.to("cpu")
+        elif layer not in layers or kind != "bias":
+            yield key, parts.checkpoint[key]
+    for layer in layers:
+        bias = parts.attachments.effective_bias(layer)
+        if bias is not None:
+            yield f"{layer}.bias", bias.cpu()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hswq_lab import ops
 from hswq_lab.arguments import activation_dtype, device_of, finite
-from hswq_lab.assembly import Parts, SharedWeights, build_network, linears_of
+from hswq_lab.assembly import Parts, SharedWeights, build_network, effective_items, linears_of
 from hswq_lab.attachments import Attachments
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.baked import baked_in_words
@@ -376,20 +376,7 @@ class Model(PictureMaker):
 
     def effective_items(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         """Every parameter with what is baked into it, one at a time, on the CPU; branches are not in it."""
-        layers, parts = self.layers(), self._parts(self._attachments)
-        for key in self.checkpoint:
-            layer, _, kind = key.rpartition(".")
-            if layer in layers and kind == "weight":
-                value = parts.known(layer)
-                if not isinstance(value, PackedWeight):  # it has the network's dtype, not the file's
-                    value = self._attachments.effective(layer, self.device)
-                yield key, value.to("cpu")
-            elif layer not in layers or kind != "bias":
-                yield key, self.checkpoint[key]
-        for layer in layers:
-            bias = self._attachments.effective_bias(layer)
-            if bias is not None:
-                yield f"{layer}.bias", bias.cpu()
+        return effective_items(self.layers(), self._parts(self._attachments))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
