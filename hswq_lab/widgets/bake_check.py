@@ -59,7 +59,7 @@ class BakeCheck(Panel):
             options=ways, value="bake", description="way", layout={"width": "270px"}
         )
         self.allow_unmatched = ipywidgets.Checkbox(
-            description="allow_unmatched", indent=False, layout={"width": "150px"},
+            description="allow_unmatched", indent=False, layout={"width": "150px", "margin": "2px 2px 2px 14px"},
             tooltip="leave out the modules of a LoRA that match no layer, instead of refusing it",
         )  # fmt: skip
         self.allow_baked = ipywidgets.Checkbox(

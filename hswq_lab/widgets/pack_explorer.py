@@ -64,7 +64,7 @@ class PackExplorer(Panel):
         )  # fmt: skip
         self.order = ipywidgets.Dropdown(options=ORDERS, description="order", layout={"width": "240px"})
         self.descending = ipywidgets.Checkbox(
-            description="descending", indent=False, layout={"width": "110px"}
+            description="descending", indent=False, layout={"width": "110px", "margin": "2px 2px 2px 14px"}
         )
         self.count = ipywidgets.HTML()
         self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "400px"})
@@ -86,7 +86,9 @@ class PackExplorer(Panel):
             ipywidgets.HBox([self.path, self.open_button, self.browse_button]),
             self.picker,
             self.source,
-            ipywidgets.HBox([self.filter, self.order, self.descending, self.count]),
+            ipywidgets.HBox(
+                [self.filter, self.order, self.descending, self.count], layout={"align_items": "center"}
+            ),
             self.tabs,
         ]
         super().__init__("What is in a pack", "Only headers and scales are read until a layer is chosen.", body,
