@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.slots import located
+from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
 from hswq_lab.declared import (
     SCALES_KEY,
     Attachment,
@@ -18,7 +19,7 @@ from hswq_lab.declared import (
     refuse_absurd,
     refuse_baked,
     refuse_mixtures,
-    refuse_smoothed,
+    refuse_other_units,
     refuse_unbranchable,
 )
 from hswq_lab.errors import HswqError
@@ -42,6 +43,7 @@ from hswq_lab.lora import (
 )
 from hswq_lab.lora.evidence import Baked, Verdict
 from hswq_lab.lora.file import check_lora
+from hswq_lab.lora.smoothed import in_units_of
 from hswq_lab.lora.targets import unpacked
 from hswq_lab.progress import Progress, silent
 
@@ -87,10 +89,11 @@ class Attachments(Sequence[Attachment]):
         refuse_mixtures(self._items)
         for item in self._items:
             refuse_baked(item, checkpoint)
-            refuse_smoothed(item, checkpoint)
+            refuse_other_units(item, checkpoint)
             refuse_absurd(item, layers)
         self._deltas = [
-            item.lora.deltas(layers, allow_unmatched=item.allow_unmatched) for item in self._items
+            in_units_of(checkpoint, item.lora.deltas(layers, allow_unmatched=item.allow_unmatched))
+            for item in self._items
         ]
         for item, deltas in zip(self._items, self._deltas, strict=True):
             if item.how == "branch":
@@ -274,7 +277,7 @@ class Attachments(Sequence[Attachment]):
         return [(deltas[layer], item.strength) for item, deltas in self._baked() if layer in deltas]
 
     def _source_of(self, layer: str, how: Way) -> Tensor | None:
-        """The 16-bit weight from the one source that attachments of this way name."""
+        """The 16-bit weight from the one source that attachments of this way name, in the pack's units."""
         for item in self._items:
             if item.how == how and item.source is not None:
                 weight = item.source[f"{layer}.weight"]
@@ -286,7 +289,10 @@ class Attachments(Sequence[Attachment]):
                         found=weight.format,
                         fix="give the 16-bit checkpoint",
                     )
-                return weight
+                if SMOOTH_KEY in item.source.metadata or SMOOTH_KEY not in self._checkpoint.metadata:
+                    return weight
+                rows, columns = channel_factors(self._checkpoint, layer)
+                return (weight.float() * rows[:, None] * columns).to(weight.dtype)
         return None
 
     def _put(

@@ -122,16 +122,16 @@ def refuse_absurd(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> No
         )
 
 
-def refuse_smoothed(item: Attachment, checkpoint: Checkpoint) -> None:
-    """The pack tells how many channels were rescaled, not by how much: the delta cannot be brought to its units."""
-    if SMOOTH_KEY in checkpoint.metadata:
+def refuse_other_units(item: Attachment, checkpoint: Checkpoint) -> None:
+    """A source that was smoothed in another way than the pack has channels that cannot be brought to its units."""
+    told = None if item.source is None else item.source.metadata.get(SMOOTH_KEY)
+    if told not in (None, checkpoint.metadata.get(SMOOTH_KEY)):
         raise HswqError(
-            "the pack's channels were rescaled by smooth(), and a LoRA of the original has other units",
+            "smooth() rescaled the source's channels, and not those of the pack, or in another way",
             file=checkpoint.path,
             tensor=item.lora.name,
-            found=f"metadata {SMOOTH_KEY}",
-            fix="bake the LoRA into the 16-bit model, save it, and smooth and pack the result; or put the LoRA on a "
-            "pack that was made without smooth()",
+            expected="the 16-bit model that the pack was made from, or the original",
+            fix="give that one as source=",
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab.arguments import whole
+from hswq_lab.checkpoint.smoothed import check_same_units
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.evidence import format_of, kind_of
 from hswq_lab.lora.targets import unpacked
@@ -163,6 +164,8 @@ def measure_effect(
         raise HswqError("there is no LoRA on this model", tensor=pack.name, fix="attach one first")
     if model is not None and model.is_packed:
         raise HswqError("the reference of an effect is not 16-bit", tensor=model.name, fix="give the source")
+    if model is not None:
+        check_same_units(pack.checkpoint, model.checkpoint)
     watched = (model or pack).without_loras()
     pairs = choose_pairs(watched, prompts, seeds, number=2)
     layers = pack.touched_layers

@@ -7,6 +7,7 @@ import torch
 from lora_dialects import DIALECTS, LAYERS, D, dense, logical
 from test_lora_reading import relative_error
 
+from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import convert_lora, load_lora, lora_from_tensors, merge_loras, save_lora
 
@@ -102,7 +103,7 @@ def test_other_kinds_convert_where_the_dialect_has_them_and_are_refused_elsewher
 
 class _Model:
     def __init__(self, weight: torch.Tensor) -> None:
-        self.checkpoint = {f"{QKV}.weight": weight}
+        self.checkpoint = Checkpoint.from_mapping({f"{QKV}.weight": weight})
 
     def layers(self):
         return {QKV: (3 * D, D)}

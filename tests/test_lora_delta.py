@@ -6,6 +6,7 @@ import pytest
 import torch
 from lora_dialects import DIALECTS, LAYERS, D, F, dense, logical
 
+from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import HswqError
 from hswq_lab.lora import load_lora, lora_from_tensors
 
@@ -16,7 +17,9 @@ class OneLayer:
     """The least that counts as a model: some layers and their weights."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.checkpoint = {f"{name}.weight": value for name, value in weights.items()}
+        self.checkpoint = Checkpoint.from_mapping(
+            {f"{name}.weight": value for name, value in weights.items()}
+        )
 
     def layers(self):
         return {name.removesuffix(".weight"): tuple(value.shape) for name, value in self.checkpoint.items()}

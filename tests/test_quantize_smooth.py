@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hswq_lab.checkpoint import check
+from hswq_lab.checkpoint import Checkpoint, check
+from hswq_lab.checkpoint.smoothed import channel_factors
 from hswq_lab.errors import HswqError
 from hswq_lab.loading import save
 from hswq_lab.lora import lora_from_tensors
 from hswq_lab.models.zimage import linear_layers
-from hswq_lab.quantize import Plan, observe, pack, smooth
+from hswq_lab.quantize import Plan, calibrate, observe, pack, smooth
 
 RUN = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 2}
 
@@ -45,7 +46,7 @@ def test_the_function_is_the_same(uneven, unrotated):
 def test_something_changes_at_every_kind_of_site(uneven, unrotated):
     smoothed = smooth(uneven, unrotated)
     changed = {
-        name for name, value in smoothed.checkpoint.items() if not torch.equal(value, uneven.checkpoint[name])
+        name for name, value in uneven.checkpoint.items() if not torch.equal(value, smoothed.checkpoint[name])
     }
     for site in uneven.config.sites():
         if site.linears[0].startswith("layers."):
@@ -84,13 +85,129 @@ def test_products_are_better_balanced(uneven, unrotated):
         assert cost(smoothed, after, layer) < 0.7 * cost(uneven, unrotated, layer), layer
 
 
-def test_a_lora_of_the_original_is_refused(uneven, unrotated):
-    packed = pack(smooth(uneven, unrotated), Plan({"layers.*": "nvfp4"}))
-    assert "hswq.smooth" in packed.checkpoint.metadata
-    stem = "transformer.layers.0.attention.to_out.0"
-    tensors = {f"{stem}.lora_A.weight": torch.randn(4, 64), f"{stem}.lora_B.weight": torch.randn(64, 4)}
-    with pytest.raises(HswqError, match=r"other units.*style"):
-        packed.attach(lora_from_tensors(tensors, name="style"))
+TARGETS = [
+    "layers.0.attention.qkv",  # columns of its own, rows of v for the next
+    "layers.0.attention.out",
+    "layers.1.feed_forward.w1",
+    "layers.1.feed_forward.w3",
+    "layers.1.feed_forward.w2",
+    "final_layer.adaLN_modulation.1",  # rows, and 1 + bias
+    "x_embedder",  # as it was
+]
+
+
+def lora_of(model, kind):
+    generator = torch.Generator().manual_seed(3)
+
+    def factor(*shape):
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    tensors = {}
+    for layer in TARGETS:
+        n, k = model.layers()[layer]
+        name = f"diffusion_model.{layer}"
+        tensors |= {
+            "LoRA": {f"{name}.lora_A.weight": factor(3, k), f"{name}.lora_B.weight": factor(n, 3)},
+            "LoKr": {f"{name}.lokr_w1": factor(2, 2), f"{name}.lokr_w2": factor(n // 2, k // 2)},
+            "LoHa": {
+                f"{name}.hada_{which}": factor(*((n, 2) if which.endswith("a") else (2, k)))
+                for which in ("w1_a", "w1_b", "w2_a", "w2_b")
+            },
+            "diff": {f"{name}.diff": factor(n, k) * 0.2, f"{name}.diff_b": factor(n)},
+            "replaced": {f"{name}.set_weight": factor(n, k) * 0.3},
+            "DoRA": {
+                f"{name}.lora_A.weight": factor(3, k),
+                f"{name}.lora_B.weight": factor(n, 3),
+                f"{name}.dora_scale": 1 + factor(n, 1).abs(),
+            },
+        }[kind]  # fmt: skip
+    return lora_from_tensors(tensors, name=kind)
+
+
+WAYS = [("LoRA", "branch"), *((kind, how) for kind in ("LoRA", "LoKr", "LoHa", "diff", "replaced")
+                              for how in ("bake", "bake_from_source"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "how"), WAYS)
+def test_a_lora_of_the_original_does_to_the_smoothed_model_what_it_does_to_the_original(
+    uneven, unrotated, kind, how
+):
+    # In fp32: a bias that bf16 rounds is not rounded where it became 1 + b.
+    wide = {name: value.float() for name, value in uneven.checkpoint.items()}
+    uneven = uneven.with_checkpoint(Checkpoint.from_mapping(wide))
+    source = uneven.checkpoint if how == "bake_from_source" else None
+    smoothed = smooth(uneven, unrotated)
+    before = uneven.generate("a third", 3, steps=3).final
+    lora = lora_of(uneven, kind)
+    for model in (uneven, smoothed):
+        assert model.attach(lora, 0.5, how, source=source).verdict == "OK"
+    wanted = uneven.generate("a third", 3, steps=3).final
+    assert not torch.allclose(wanted, before, atol=0.05)
+    assert torch.allclose(smoothed.generate("a third", 3, steps=3).final, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "LoKr", "diff"])
+def test_a_lora_arrives_in_a_smoothed_pack_whichever_of_the_two_sources_is_given(uneven, unrotated, kind):
+    smoothed = smooth(uneven, unrotated)
+    packed = pack(smoothed, Plan({"layers.*": "nvfp4"}))
+    lora = lora_of(uneven, kind)
+    found = []
+    for source in (uneven, smoothed):
+        report = packed.attach(lora, 0.5, "bake_from_source", source=source)
+        assert report.verdict == "OK"
+        assert all(abs(row.retained - 1) < 0.1 + 3 * row.retained_se for row in report.rows)
+        found.append({name: layer.weight for name, layer in packed.linears().items()})
+        packed.detach(lora)
+    assert all(found[0][name].same_bits(found[1][name]) for name in TARGETS if name.startswith("layers."))
+    packed.attach(lora, 0.5, "bake")
+    assert packed.effect(smoothed, steps=1).warnings == []
+    with pytest.raises(HswqError, match=r"of one of the two.*pack is smoothed, the model not smoothed"):
+        packed.effect(uneven, steps=1)
+
+
+def test_smoothing_twice_is_still_known(uneven, unrotated):
+    once = smooth(uneven, unrotated)
+    twice = smooth(
+        once, observe(once, prompts=["other"], seeds=[4], steps=1, groups=dict.fromkeys(once.layers()))
+    )
+    for layer in uneven.layers():
+        name = f"{layer}.weight"
+        rows, columns = channel_factors(twice.checkpoint, layer)
+        wanted = uneven.checkpoint[name].float() * rows[:, None] * columns
+        assert torch.equal(twice.checkpoint[name].float(), wanted)
+
+
+def test_the_delta_of_a_dora_is_that_of_the_original_and_a_smoothed_pack_refuses_it(uneven, unrotated):
+    smoothed, lora = smooth(uneven, unrotated), lora_of(uneven, "DoRA")
+    found, wanted = (lora.dense_deltas(model) for model in (smoothed, uneven))
+    assert all(torch.equal(found[layer], wanted[layer]) for layer in TARGETS)
+    for how in ("branch", "bake"):
+        with pytest.raises(HswqError, match="a DoRA takes norms"):
+            smoothed.attach(lora, 1.0, how)
+    assert smoothed.loras == []
+
+
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_a_smoothed_pack_that_does_not_say_by_how_much_refuses_loras(uneven, unrotated, how):
+    smoothed = smooth(uneven, unrotated).checkpoint
+    values = {name: value for name, value in smoothed.items() if ".smooth_" not in name}
+    older = uneven.with_checkpoint(Checkpoint.from_mapping(values, smoothed.metadata))
+    with pytest.raises(HswqError, match="but not by how much"):
+        older.attach(lora_of(uneven, "LoRA"), 1.0, how)
+    damaged = smoothed.with_values(
+        {"layers.0.attention.qkv.smooth_columns": torch.zeros(3, dtype=torch.int8)}
+    )
+    with pytest.raises(HswqError, match="no exponents of channels"):
+        uneven.with_checkpoint(damaged).attach(lora_of(uneven, "LoRA"), 1.0, how)
+
+
+def test_sources_and_references_in_other_units_are_refused(uneven, unrotated):
+    smoothed = smooth(uneven, unrotated)
+    plain = pack(uneven, Plan({"layers.*": "nvfp4"}))
+    with pytest.raises(HswqError, match="rescaled the source's channels"):
+        plain.attach(lora_of(uneven, "LoRA"), 1.0, "bake_from_source", source=smoothed)
+    with pytest.raises(HswqError, match="of one of the two"):
+        calibrate(pack(smoothed, Plan({"layers.*": "nvfp4"})), uneven, **RUN)
 
 
 def test_a_smoothed_pack_is_checked_against_the_original_up_to_its_channels(uneven, unrotated, tmp_path):

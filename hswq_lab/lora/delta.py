@@ -86,6 +86,12 @@ class LayerDelta:
             biases=tuple(replace(bias, value=bias.value.to(device)) for bias in self.biases),
         )
 
+    def rescaled(self, rows: Tensor, columns: Tensor) -> LayerDelta:
+        """The same for a weight whose rows and columns were multiplied by fp32 [N] and [K]; see `Part.rescaled`."""
+        parts = tuple(part.rescaled(rows[part.start : part.stop], columns) for part in self.parts)
+        biases = (replace(b, value=b.value.float() * rows[b.start : b.stop]) for b in self.biases)
+        return replace(self, parts=parts, biases=tuple(biases))
+
     def dense(self, weight: Tensor | None = None, norms_of: Tensor | None = None) -> Tensor:
         """ΔW of the whole layer at strength 1, fp32 [N, K], on the device of the factors (or of `weight`).
 

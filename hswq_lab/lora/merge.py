@@ -153,7 +153,8 @@ def merge_loras(
         tell(done, len(touched), layer)
         here = [(found[layer], strength) for found, strength in deltas if layer in found]
         names = list(diffusers_names(layer)) if to != "native" else [layer]
-        for unit, row in _merged_units(here, names, weight_of(layers, layer), rank, dtype):
+        weight = weight_of(layers, layer) if any(delta.needs_weight for delta, _ in here) else None
+        for unit, row in _merged_units(here, names, weight, rank, dtype):
             if unit is not None:
                 units.append(unit)
                 rows.append(row)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hswq_lab.errors import HswqError
+
 Axis = Literal["out", "in"]
 
 
@@ -61,6 +63,19 @@ class Part(ABC):
                 moved[field.name] = value.to(device)
         return replace(self, **moved)
 
+    def rescaled(self, rows: Tensor, columns: Tensor) -> Part:
+        """The delta diag(rows) · ΔW · diag(columns), for a weight whose channels were rescaled so.
+
+        Args:
+            rows: fp32 [stop − start].
+            columns: fp32 [K].
+
+        Raises:
+            HswqError: a DoRA.
+        """
+        scaled = self.dense() * rows[:, None] * columns
+        return Full(self.key, self.start, self.stop, 1.0, scaled)
+
     def norm(self) -> float | None:
         """‖ΔW‖ (Frobenius), or None where it depends on the layer's weight."""
         return float(torch.linalg.vector_norm(self.dense().double()))
@@ -87,6 +102,10 @@ class LowRank(Part):
         self, total: Tensor, strength: float, weight: Tensor | None = None, norms_of: Tensor | None = None
     ) -> None:
         total.addmm_(self.up.float(), self.down.float(), alpha=self.scale * strength)
+
+    @override
+    def rescaled(self, rows: Tensor, columns: Tensor) -> Part:
+        return replace(self, up=self.up.float() * rows[:, None], down=self.down.float() * columns)
 
     def norm(self) -> float:
         """‖ΔW‖² = trace((upᵀup)(down downᵀ)), without the dense matrix, in fp64."""
@@ -160,6 +179,10 @@ class Replacement(Part):
         assert weight is not None, "LayerDelta.dense checks this"  # noqa: S101
         return self.value.float() - weight
 
+    @override
+    def rescaled(self, rows: Tensor, columns: Tensor) -> Part:
+        return replace(self, value=self.value.float() * rows[:, None] * columns)
+
     def norm(self) -> None:
         """Depends on the weight."""
 
@@ -196,6 +219,14 @@ class Dora(Part):
         assert weight is not None, "LayerDelta.dense checks this"  # noqa: S101
         gain = self.row_gain(weight if norms_of is None else norms_of)
         return self.inner.dense().add_(weight).mul_(gain).sub_(weight)
+
+    @override
+    def rescaled(self, rows: Tensor, columns: Tensor) -> Part:
+        raise HswqError(
+            "a DoRA takes norms of the original's weights, and smooth() rescaled the channels of this model's",
+            tensor=self.key,
+            fix="bake it into the 16-bit model, save that, and smooth and pack the result",
+        )
 
     def norm(self) -> None:
         """Depends on the weight."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from hswq_lab.arguments import whole
+from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora.dialects import squash, without_prefixes
@@ -18,6 +19,8 @@ from hswq_lab.packing import dequantize
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hswq_lab.checkpoint import Checkpoint
+
 LayerShapes: TypeAlias = Mapping[str, tuple[int, int]]
 
 
@@ -25,8 +28,8 @@ class HasLayers(Protocol):
     """A model, as far as this package needs one."""
 
     @property
-    def checkpoint(self) -> Mapping[str, Tensor | PackedWeight]:
-        """Parameter name → value."""
+    def checkpoint(self) -> Checkpoint:
+        """Its weights."""
         ...
 
     def layers(self) -> LayerShapes:
@@ -129,10 +132,18 @@ def _named_shape(name: object, shape: object) -> tuple[str, tuple[int, int]]:
 
 
 def weight_of(layers: LayerShapes | HasLayers, layer: str) -> Tensor | None:
-    """The layer's weight, fp32 [N, K], unrotated, if `layers` is a model; None for a bare list."""
+    """The layer's weight, fp32 [N, K], unrotated, in the units that LoRAs are made for.
+
+    Returns:
+        None for a bare list of layers.
+    """
     if isinstance(layers, Mapping):
         return None
-    return unpacked(layers.checkpoint[f"{layer}.weight"])
+    weight = unpacked(layers.checkpoint[f"{layer}.weight"])
+    if SMOOTH_KEY not in layers.checkpoint.metadata:
+        return weight
+    rows, columns = channel_factors(layers.checkpoint, layer)
+    return weight / rows[:, None] / columns
 
 
 def unpacked(value: Tensor | PackedWeight) -> Tensor:

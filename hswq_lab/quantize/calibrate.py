@@ -11,6 +11,7 @@ import torch
 
 from hswq_lab.arguments import positive
 from hswq_lab.checkpoint.baked import baked_in_words
+from hswq_lab.checkpoint.smoothed import check_same_units
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
@@ -92,6 +93,7 @@ def observe_for(
             "the model whose activations are asked for has other layers than the pack",
             "give the 16-bit model that the pack was made from, or none",
         )
+        check_same_units(pack.checkpoint, model.checkpoint)
     source = pack.in_mode("parity") if model is None else model
     report = observe(
         source,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hswq_lab.checkpoint.smoothed import SMOOTH_KEY
+from hswq_lab.checkpoint.smoothed import COLUMNS, ROWS, SMOOTH_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.model import check_model
@@ -35,7 +35,7 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
             inputs.
 
     Returns:
-        The new model. LoRAs made for the old one do not fit it, since its channels have other units.
+        The new model. It holds the exponents of its channels, by which LoRAs of the old one are brought to its units.
 
     Raises:
         HswqError: packed layers or LoRAs, activations that are missing or rotated, or a family without sites.
@@ -60,7 +60,7 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
         scale = _scale(site, dense, activations)
         _apply(site, dense, scale)
         shifted[", ".join(site.linears)] = int((scale != 1).sum())
-    changed = {name: value for name, value in dense.items() if value is not values[name]}
+    changed = {name: value for name, value in dense.items() if value is not values.get(name)}
     checkpoint = model.checkpoint.with_values(changed, {SMOOTH_KEY: json.dumps(shifted)})
     return model.with_checkpoint(checkpoint, f"{model.name} smoothed")
 
@@ -89,11 +89,16 @@ def _apply(site: Site, dense: dict[str, Tensor], scale: Tensor) -> None:
     for layer in site.linears:
         name = f"{layer}.weight"
         dense[name] = (dense[name].float() * scale).to(dense[name].dtype)
+        _note(dense, f"{layer}.{COLUMNS}", scale)
     source = dense[site.source].float().clone()
     rows = slice(*(site.rows or (0, len(source))))
     per_row = scale if source.ndim == 1 else scale[:, None]
     source[rows] /= per_row
     dense[site.source] = source.to(dense[site.source].dtype)
+    if source.ndim == 2:
+        divided = torch.ones(len(source))
+        divided[rows] /= scale
+        _note(dense, f"{layer_name(site.source)}.{ROWS}", divided)
     bias = f"{layer_name(site.source)}.bias"
     if site.offset:
         # 1 + (W t + b)/s + 1/s − 1 = (1 + W t + b)/s.
@@ -103,3 +108,8 @@ def _apply(site: Site, dense: dict[str, Tensor], scale: Tensor) -> None:
         value = dense[bias].float().clone()
         value[rows] /= scale
         dense[bias] = value.to(dense[bias].dtype)
+
+
+def _note(dense: dict[str, Tensor], name: str, factors: Tensor) -> None:
+    """Adds the exponents of powers of two to those that are there already."""
+    dense[name] = dense.get(name, 0) + torch.log2(factors).to(torch.int8)
