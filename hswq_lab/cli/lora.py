@@ -20,14 +20,16 @@ def bake(args: argparse.Namespace) -> int:
     pack = load(args.pack, args)
     source = load(args.source, args) if args.source is not None else None
     for path, strength in loras:
-        pack.attach(
-            hl.load_lora(path),
-            strength=strength,
-            how="bake" if source is None else "bake_from_source",
-            source=None if source is None else source.checkpoint,
-            allow_unmatched=args.allow_unmatched,
-            allow_baked=args.allow_baked,
-        )
+        with bar(f"baking {Path(path).name}") as progress:
+            pack.attach(
+                hl.load_lora(path),
+                strength=strength,
+                how="bake" if source is None else "bake_from_source",
+                source=None if source is None else source.checkpoint,
+                allow_unmatched=args.allow_unmatched,
+                allow_baked=args.allow_baked,
+                progress=progress,
+            )
     report = pack.bake_report()
     if args.effect:
         with bar("effect") as progress:
