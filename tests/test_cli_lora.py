@@ -98,3 +98,39 @@ def test_bake_asks_whether_it_can_write_before_any_work(pack_file, lora_file, tm
     ]:
         assert main([*bake, str(out)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "bake", "convert", "lora convert", "lora merge"])
+def test_every_verb_reads_a_full_lokr_as_it_is_told(verb, model_file, tmp_path, capsys):
+    """ΔW = w1 ⊗ w2, or half of it: alpha / dim."""
+    name = "lycoris_layers_0_feed_forward_w1"
+    generator = torch.Generator().manual_seed(3)
+    factors = {
+        f"{name}.lokr_w1": torch.randn(4, 4, generator=generator),
+        f"{name}.lokr_w2": torch.randn(32, 16, generator=generator) * 0.05,
+    }
+    lokr = tmp_path / "lokr.safetensors"
+    save_file(factors | {f"{name}.alpha": torch.tensor(2.0)}, lokr, {"ss_network_dim": "4"})
+    whole = float(torch.kron(*factors.values()).norm())
+    found = []
+    for told in ([], ["--full-lokr-scale", "alpha/dim"]):
+        out = tmp_path / f"{len(told)}.safetensors"
+        report = tmp_path / "r.json"
+        arguments = {
+            "inspect": ["inspect", str(lokr), "--model", model_file, "--json", str(report)],
+            "bake": ["bake", model_file, str(lokr), "-o", str(out)],
+            "convert": ["convert", str(lokr), "-o", str(out), "--to", "native", "--model", model_file],
+            "lora convert": ["lora", "convert", str(lokr), "-o", str(out), "--model", model_file],
+            "lora merge": ["lora", "merge", str(lokr), "--rank", "64", "-o", str(out), "--model", model_file],
+        }[verb]
+        assert main([*arguments, *told]) == 0, capsys.readouterr().err
+        layer = "layers.0.feed_forward.w1"
+        if verb == "inspect":
+            norm = json.loads(report.read_text())["rows"][0]["norm"]
+        elif verb == "bake":
+            before, after = (Checkpoint.open(file)[f"{layer}.weight"].float() for file in (model_file, out))
+            norm = float((after - before).norm())
+        else:
+            norm = float(hl.load_lora(out).dense_deltas({layer: (128, 64)})[layer].norm())
+        found.append(norm)
+    assert found == pytest.approx([whole, whole / 2], rel=0.02)

@@ -35,7 +35,9 @@ def is_lora(path: str) -> bool:
 def inspect(args: argparse.Namespace) -> int:
     """Says what is in a checkpoint or a LoRA."""
     if is_lora(args.file):
-        found = hl.load_lora(args.file).report({} if args.model is None else load(args.model, args))
+        found = lora.load_as_told(args.file, args).report(
+            {} if args.model is None else load(args.model, args)
+        )
         columns = ["module", "kind", "rank", "scale", "norm"]
         say(table(found.to_frame()[[*columns, "layer", "rows", "status"] if args.model else columns]))
         if args.model:

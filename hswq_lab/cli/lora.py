@@ -13,6 +13,8 @@ from hswq_lab.lora import convert_lora, merge_loras, save_lora
 if TYPE_CHECKING:
     import argparse
 
+    from hswq_lab.lora import LoraFile
+
 
 def bake(args: argparse.Namespace) -> int:
     """Bakes LoRAs into a copy of a pack; writes it only if all of them arrived."""
@@ -22,7 +24,7 @@ def bake(args: argparse.Namespace) -> int:
     for path, strength in loras:
         with bar(f"baking {Path(path).name}") as progress:
             pack.attach(
-                hl.load_lora(path),
+                load_as_told(path, args),
                 strength=strength,
                 how="bake" if source is None else "bake_from_source",
                 source=None if source is None else source.checkpoint,
@@ -49,7 +51,7 @@ def bake(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace) -> int:
     """Writes a LoRA in another dialect."""
     model = load(args.model, args)
-    save_lora(args.out, *convert_lora(hl.load_lora(args.file), model, args.to))
+    save_lora(args.out, *convert_lora(load_as_told(args.file, args), model, args.to))
     report = hl.load_lora(args.out).report(model)
     say(report)
     say_written(args.out)
@@ -58,7 +60,7 @@ def convert(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Writes several LoRAs as one of a given rank."""
-    loras = [(hl.load_lora(path), strength) for path, strength in map(with_strength, args.loras)]
+    loras = [(load_as_told(path, args), strength) for path, strength in map(with_strength, args.loras)]
     model = load(args.model, args)
     with bar("merging") as progress:
         merged = merge_loras(loras, model, args.rank, args.to, progress=progress)
@@ -66,6 +68,11 @@ def merge(args: argparse.Namespace) -> int:
     say(merged.report)
     say_written(args.out)
     return finish(args, merged.report)
+
+
+def load_as_told(path: str, args: argparse.Namespace) -> LoraFile:
+    """A LoRA, read as the options say."""
+    return hl.load_lora(path, full_lokr_scale=args.full_lokr_scale)
 
 
 def with_strength(text: str) -> tuple[str, float]:

@@ -85,6 +85,16 @@ def _strengths(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _lora_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--full-lokr-scale",
+        choices=("one", "alpha/dim"),
+        default="one",
+        help="factor of a LoKr with two full factors, on which tools differ: one (LyCORIS, ComfyUI; default), or "
+        "alpha/dim with the dim of the header",
+    )
+
+
 def _threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_positive, default=1, metavar="N", help="torch's CPU threads (default 1)"
@@ -132,6 +142,7 @@ def _files(verbs: _Verbs) -> None:
     inspect.add_argument(
         "--model", help=f"for a LoRA: where each of its modules goes in this model: {_MODEL}"
     )
+    _lora_reading(inspect)
     _computing(inspect)
     check = verbs.add(
         "check",
@@ -157,6 +168,7 @@ def _files(verbs: _Verbs) -> None:
     )
     convert.add_argument("--source", help="the 16-bit source, which tells how to read the file")
     convert.add_argument("--model", default="mini-zimage", help="for a LoRA: the model that it is made for")
+    _lora_reading(convert)
     _computing(convert)
     diff = verbs.add(
         "diff", "files", "compare two packs", "Per layer: format, bytes, SQNR, cosine, changed codes."
@@ -283,6 +295,7 @@ def _bake(verbs: _Verbs) -> None:
     parser.add_argument(
         "--allow-baked", action="store_true", help="go on although LoRAs are baked into the pack already"
     )
+    _lora_reading(parser)
     _prompting(parser)
     _computing(parser)
 
@@ -310,6 +323,7 @@ def _lora(verbs: _Verbs) -> None:
             help="dialect of the result (default native: ComfyUI's names)",
         )
         parser.add_argument("--model", default="mini-zimage", help=f"the model that it is made for: {_MODEL}")
+        _lora_reading(parser)
         _computing(parser)
 
 
