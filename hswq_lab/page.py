@@ -78,8 +78,9 @@ class Page:
 def result_page(result: Result) -> Page:
     """One result object as a page: what it says of itself, its plot if there is one, its table."""
     made = Page(type(result).__name__, getattr(result, "model", ""))
-    if type(result).__str__ is not object.__str__:
-        made.section("In short", code(str(result)))
+    told = str(result)
+    if not told.startswith(f"{type(result).__name__}("):  # what dataclasses print by themselves is no summary
+        made.section("In short", code(told))
     if has_figure(result):
         made.section("Plot", plot(result.figure()))
     made.section("Table", table(result.to_frame(), searchable=True))

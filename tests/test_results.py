@@ -100,6 +100,17 @@ def test_csv_and_page(tmp_path):
     assert 'src="http' not in page, "the page must open offline"
 
 
+def test_a_page_begins_with_what_the_result_says_of_itself_if_it_says_anything(tmp_path):
+    @dataclass(frozen=True)
+    class Told(Toy):
+        def __repr__(self):
+            return "two of <three> arrived"
+
+    page = Told(TOY.rows).save(tmp_path / "told.html").read_text()
+    assert "<h2>In short</h2><pre><code>two of &lt;three&gt; arrived</code></pre>" in page
+    assert "In short" not in TOY.save(tmp_path / "toy.html").read_text(), "a list of fields is no summary"
+
+
 def test_unknown_form_is_refused(tmp_path):
     for name in ("toy.xlsx", "toy"):
         with pytest.raises(HswqError, match="cannot be saved in this form"):
