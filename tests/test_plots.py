@@ -357,6 +357,12 @@ def test_what_is_not_packed_and_not_in_16_bits_says_so():
     assert any("FP32, 16 × 16" in note for note in notes)
 
 
+def test_a_lora_in_an_unpacked_layer_has_the_colour_of_unpacked_layers():
+    row = evidence("a", 0.9, "bfloat16")
+    bar = retention_figure({"bake": BakeReport([row], ("style",))}).data[0]
+    assert (bar.name, bar.marker.color) == ("retained, BF16", style.format_color("16-bit"))
+
+
 def test_a_difference_shows_what_differs_and_leaves_out_what_does_not(tiny_model, tiny_pack):
     figure = figure_of(diff(tiny_model, tiny_pack))
     shown = {name for bar in figure.data for name in bar.x}

@@ -94,7 +94,7 @@ def test_the_newest_request_wins_and_the_ones_between_never_run():
 
 
 def test_work_that_has_ended_and_is_being_shown_is_over():
-    shown, seen = [], []
+    shown, seen, go = [], [], threading.Event()
     work = Latest(lambda job: None, delay=0.0)
 
     def show(result):
@@ -103,8 +103,9 @@ def test_work_that_has_ended_and_is_being_shown_is_over():
             work.request(lambda progress: 2, show)
             seen.append(work.busy)
 
-    work.request(lambda progress: 1, show)
+    work.request(lambda progress: 1 if go.wait(SOON) else None, show)
     assert work.busy
+    go.set()
     assert work.wait(SOON)
     assert shown == [(1, False), (2, False)]
     assert seen == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -189,6 +190,9 @@ def test_findings_say_what_was_found_and_can_be_exported(tmp_path):
     assert shown.wait(SOON)
     found = shown.state.checked.findings[0]
     assert found.found in shown.findings.value
+    columns = re.findall("<th>(.*?)</th>", shown.findings.value)
+    assert columns[:4] == ["severity", "rule", "tensor", "problem"]
+    assert ("to do" in columns) == any(each.fix for each in shown.state.checked.findings), "no empty columns"
     shown.tabs.selected_index = shown.tabs.titles.index("findings")
     assert json.loads(shown.export("json").read_text())["result"] == "CheckReport"
 

@@ -61,7 +61,7 @@ async function render({ model, el }) {
   function draw() {
     if (place.clientWidth === 0) return; // hidden or not on the page yet; the observer calls again
     const [data, layout] = figure();
-    Plotly.react(place, data, layout, CONFIG);
+    Plotly.react(place, data, layout, { ...CONFIG, displayModeBar: data.length > 0 && "hover" });
     if (!drawn) {
       drawn = true;
       place.on("plotly_click", (event) => {

@@ -27,10 +27,12 @@ INK, SOFT, GRID, PAPER = "#1d2329", "#5c646e", "#e4e7eb", "#ffffff"
 FONT = "Inter, 'Source Sans 3', 'Liberation Sans', Arial, sans-serif"
 
 _FORMATS = {
-    "nvfp4": VERMILION, "int8": BLUE, "float8": GREEN, "mxfp8": PURPLE, "16-bit": GREY, "float32": SKY,
+    "nvfp4": VERMILION, "int8": BLUE, "float8": GREEN, "mxfp8": PURPLE, "float32": SKY,
+    "16-bit": GREY, "bfloat16": GREY, "float16": GREY,
 }  # fmt: skip
 _FORMAT_NAMES = {
-    "nvfp4": "NVFP4", "int8": "INT8", "float8": "FP8", "mxfp8": "MXFP8", "16-bit": "16 bit", "float32": "FP32",
+    "nvfp4": "NVFP4", "int8": "INT8", "float8": "FP8", "mxfp8": "MXFP8", "float32": "FP32",
+    "16-bit": "16 bit", "bfloat16": "BF16", "float16": "FP16",
 }  # fmt: skip
 _VARIANTS = {"parity": BLUE, "tc": VERMILION, "tc8": GREEN, "16-bit": GREY, "auto": GREY}
 

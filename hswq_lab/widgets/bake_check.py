@@ -68,7 +68,7 @@ class BakeCheck(Panel):
         )  # fmt: skip
         self.prompt = ipywidgets.Text(
             value=prompt or pack.prompts[0], description="prompt", continuous_update=False,
-            layout={"flex": "1 1 220px"},
+            layout={"flex": "1 1 180px", "min_width": "0"},
         )  # fmt: skip
         self.seed = ipywidgets.BoundedIntText(
             value=seed, min=0, max=2**53 - 1, description="seed", layout={"width": "160px"}
@@ -86,6 +86,7 @@ class BakeCheck(Panel):
             description="Second generation", tooltip="drop everything and make the picture again",
             layout={"width": "170px"},
         )  # fmt: skip
+        allowed = ipywidgets.HBox([self.allow_unmatched, self.allow_baked])
         self.verdict, self.generation = ipywidgets.HTML(), ipywidgets.HTML()
         self.pictures = ipywidgets.HTML(markup.note("apply a LoRA to see the pictures"))
         self.figure = LiveFigure(style.placeholder("what arrived comes here"))
@@ -93,15 +94,7 @@ class BakeCheck(Panel):
         body = [
             *(ipywidgets.HBox(row) for row in self.rows),
             ipywidgets.HBox([self.way, self.prompt, self.seed]),
-            ipywidgets.HBox(
-                [
-                    self.apply_button,
-                    self.undo_button,
-                    self.again_button,
-                    self.allow_unmatched,
-                    self.allow_baked,
-                ]
-            ),
+            ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button, allowed]),
             self.verdict,
             self.generation,
             self.pictures,

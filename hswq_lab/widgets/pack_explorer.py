@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hswq_lab.detail import LayerDetail
     from hswq_lab.progress import Progress
 
+_FINDING = {
+    "severity": "severity", "rule": "rule", "tensor": "tensor", "problem": "problem", "found": "found",
+    "expected": "expected", "to do": "fix",
+}  # fmt: skip  # column → attribute
 _LONGEST = 2000  # characters of a metadata value; all of it is in the JSON export
 
 
@@ -72,6 +76,7 @@ class PackExplorer(Panel):
         self.figure = LiveFigure(style.placeholder("choose a layer"))
         self.map = LiveFigure(style.placeholder("open a file"))
         self.table, self.findings, self.metadata = (ipywidgets.HTML() for _ in range(3))
+        self.findings.add_class("hswq-findings")
         self.check_button = ipywidgets.Button(description="Check the whole file", layout={"width": "180px"})
         views = {
             "layer": ipywidgets.VBox([ipywidgets.HBox([self.layers, self.detail]), self.figure]),
@@ -192,12 +197,12 @@ class PackExplorer(Panel):
         self.detail.value = markup.facts(facts)
 
     def _show_findings(self, report: CheckReport) -> None:
-        columns = ["severity", "rule", "tensor", "problem", "found", "expected", "to do"]
-        cells = [
-            (f.severity, f.rule, f.tensor or "", f.problem, f.found or "", f.expected or "", f.fix or "")
-            for f in report.findings
-        ]
-        listed = markup.table(columns, cells) if cells else ""
+        columns = {
+            column: [getattr(finding, name) or "" for finding in report.findings]
+            for column, name in _FINDING.items()
+        }
+        told = {column: cells for column, cells in columns.items() if any(cells)}
+        listed = markup.table(list(told), zip(*told.values(), strict=True)) if told else ""
         self.findings.value = markup.banner(str(report).splitlines()[-1], good=report.ok) + listed
         if self._detail is not None:
             self._show_detail(self._detail)
