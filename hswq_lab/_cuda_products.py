@@ -2,12 +2,14 @@
 
 Products go to cuBLASLt: FP4 on the tensor cores where the library offers it (Blackwell); elsewhere the exact 16-bit
 values of the codes, fp32 sums, scales and bias in the epilogue, which is the same product up to the order of its sums.
-A few rows go to csrc/cuda/skinny.cu, INT8 on Hopper to csrc/cuda/int8_product.cu, FP8 and other INT8 through torch.
+A few rows go to csrc/cuda/skinny.cu, up to some thousand on Hopper to csrc/cuda/w4_product.cu, INT8 on Hopper to
+csrc/cuda/int8_product.cu, FP8 and other INT8 through torch.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -23,7 +25,8 @@ Scales = tuple[Tensor, Tensor | None]  # fp32 numbers on the card, whose product
 
 cuda = _C.cuda
 _WORKSPACE = 32 << 20
-_SKINNY_ROWS = 64  # more rows go faster through cuBLASLt, decoded
+_SKINNY_ROWS = 64  # what csrc/cuda/skinny.cu takes at most
+_FEW_ROWS, _MANY_ROWS = 16, 2048  # between which csrc/cuda/w4_product.cu is faster than it and than cuBLASLt
 _FP4 = 3  # an operand of csrc/cuda/cublaslt.h; the others are numbered like DTYPES
 _INT8_ROWS = 17  # torch._int_mm takes no fewer
 
@@ -78,15 +81,31 @@ def fp4_product(x: Codes, w: Codes, scales: Scales, bias: Tensor | None, dtype: 
 
 
 def decoded_product(x: Tensor, w: Codes, scales: Scales, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``scales · x wᵀ + bias`` of 16- or 32-bit x: few rows by a kernel that reads packed w, more through cuBLASLt."""
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and w.columns % 32 == 0
-    if x.shape[0] > _SKINNY_ROWS or x.dtype == torch.float32 or not aligned:
+    """``scales · x wᵀ + bias`` of 16- or 32-bit x, by a kernel that reads packed w where there is one."""
+    kernel = _w4_kernel(x, w, dtype)
+    if kernel is None:
         return _product(x, w.values(x.dtype), scales, bias, dtype)
     y = empty(x, (x.shape[0], w.rows), dtype)
     b = bias_of(x, bias, w.rows)
-    numbers = (scales[0].data_ptr(), address(scales[1]), address(b))
-    cuda.skinny(*where(x), matrix(x), w.packed, *numbers, matrix(y))
+    kernel(*where(x), matrix(x), w.packed, scales[0].data_ptr(), address(scales[1]), address(b), matrix(y))
     return y
+
+
+def _w4_kernel(x: Tensor, w: Codes, dtype: torch.dtype) -> Callable[..., None] | None:
+    """csrc/cuda/w4_product.cu, skinny.cu, or None: what multiplies x by packed w on this card."""
+    addresses = (x.data_ptr(), w.codes.data_ptr(), w.scales.data_ptr())
+    if x.dtype == torch.float32 or w.columns % 32 or x.stride(0) % 8 or any(a % 16 for a in addresses):
+        return None
+    between = _FEW_ROWS < x.shape[0] <= _MANY_ROWS
+    if between and dtype == x.dtype and w.rows % 8 == 0 and has_w4_product(x.device.index):
+        return cuda.w4_product
+    return cuda.skinny if x.shape[0] <= _SKINNY_ROWS else None
+
+
+@cache
+def has_w4_product(device: int) -> bool:
+    """Whether this card has csrc/cuda/w4_product.cu."""
+    return bool(cuda.has_w4_product(device))
 
 
 def _product(x: Tensor, w: Tensor, scales: Scales, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

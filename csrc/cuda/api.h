@@ -69,11 +69,9 @@ struct Int8Product {
     MutableMatrix y;
 };
 
-// Y [M, N] = alpha * X W^T + bias, without W's tensor scale. X is bf16 or fp16, at most kSkinnyRows rows,
-// 16-byte aligned rows; w.cols = K is a multiple of 32.
-constexpr int64_t kSkinnyRows = 64;
-
-struct Skinny {
+// Y [M, N] = alpha * X W^T + bias, without W's tensor scale. X is bf16 or fp16 with 16-byte aligned rows;
+// w.cols = K is a multiple of 32.
+struct W4Product {
     Matrix x;
     Nvfp4 w;
     const float* first_scale;   // alpha is the product of the two
@@ -82,7 +80,14 @@ struct Skinny {
     MutableMatrix y;
 };
 
-cudaError_t skinny(const Skinny& job, cudaStream_t stream);
+constexpr int64_t kSkinnyRows = 64;
+
+// At most kSkinnyRows rows of X, any dtype of Y.
+cudaError_t skinny(const W4Product& job, cudaStream_t stream);
+// Whether this device and this build have `w4_product` (capability 9.0, target 90a).
+bool has_w4_product(int device);
+// Codes and scales 16-byte aligned, N a multiple of 8, Y of X's dtype with 16-byte aligned rows.
+cudaError_t w4_product(const W4Product& job, cudaStream_t stream);
 // Whether this device and this build have `int8_product` (capability 9.0, target 90a).
 bool has_int8_product(int device);
 cudaError_t int8_product(const Int8Product& job, cudaStream_t stream);

@@ -130,6 +130,16 @@ void int8_product_(int device, Address stream, const PyMatrix& x, const PyMatrix
     enqueue(device, stream, [&](cudaStream_t s) { return cuda::int8_product(job, s); });
 }
 
+cuda::W4Product w4_job(const PyMatrix& x, const PyNvfp4& w, Address first_scale, Address second_scale,
+                       Address bias, const PyMatrix& y) {
+    return {matrix(x),
+            nvfp4(w),
+            at<const float>(first_scale),
+            at<const float>(second_scale),
+            at<const float>(bias),
+            mutable_matrix(y)};
+}
+
 void bind_cuda(py::module_& parent) {
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::module_ m = parent.def_submodule("cuda");
@@ -148,16 +158,26 @@ void bind_cuda(py::module_& parent) {
         },
         without_gil);
     m.def(
+        "has_w4_product",
+        [](int device) {
+            const OnDevice on(device);
+            return cuda::has_w4_product(device);
+        },
+        without_gil);
+    m.def(
         "skinny",
         [](int device, Address stream, const PyMatrix& x, const PyNvfp4& w, Address first_scale,
            Address second_scale, Address bias, const PyMatrix& y) {
-            const cuda::Skinny job{matrix(x),
-                                   nvfp4(w),
-                                   at<const float>(first_scale),
-                                   at<const float>(second_scale),
-                                   at<const float>(bias),
-                                   mutable_matrix(y)};
+            const cuda::W4Product job = w4_job(x, w, first_scale, second_scale, bias, y);
             enqueue(device, stream, [&](cudaStream_t s) { return cuda::skinny(job, s); });
+        },
+        without_gil);
+    m.def(
+        "w4_product",
+        [](int device, Address stream, const PyMatrix& x, const PyNvfp4& w, Address first_scale,
+           Address second_scale, Address bias, const PyMatrix& y) {
+            const cuda::W4Product job = w4_job(x, w, first_scale, second_scale, bias, y);
+            enqueue(device, stream, [&](cudaStream_t s) { return cuda::w4_product(job, s); });
         },
         without_gil);
     m.def(

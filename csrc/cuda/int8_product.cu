@@ -4,84 +4,17 @@
 // fill a ring of shared memory with 128 bytes of K of each row; the other two multiply, 64 rows each, and
 // finish their sums in registers: what a library's product leaves to another pass over an int32 result. Tiles
 // are 256 columns wide, or 128 where that leaves fewer processors idle.
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <dlfcn.h>
-
-#include "cuda/chunks.cuh"
-
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#pragma nv_diag_suppress 177  // for other cards the kernel is empty and calls nothing
-#endif
+#include "cuda/hopper.cuh"
 
 namespace hswq::cuda {
 namespace {
 
-constexpr int kTileM = 128, kTileK = 128, kGroupThreads = 128, kProductThreads = 3 * kGroupThreads;
-constexpr int kRing = 192 << 10, kBand = 16;
+constexpr int kTileM = 128, kTileK = 128, kProductThreads = 3 * kGroupThreads;
+constexpr int kRing = 192 << 10;
 
 template <int kN>
 constexpr int kStages = kRing / ((kTileM + kN) * kTileK);
 constexpr int kSharedBytes = kRing + 1024 + 256;  // alignment, barriers
-
-// ---- one instruction each: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier",
-// ---- "cp.async.bulk.tensor"
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
-        "r"(phase)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy_tile(void* to, const CUtensorMap& map, int column, int row,
-                                          uint64_t* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-        "%3}], "
-        "[%4];" ::"r"(shared_address(to)),
-        "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
-        : "memory");
-}
-
-// Rows of 128 bytes, swizzled over 128 bytes, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ uint64_t descriptor(const void* p) {
-    return ((shared_address(p) & 0x3ffffu) >> 4) | (uint64_t(1) << 16) | (uint64_t(64) << 32) |
-           (uint64_t(1) << 62);
-}
-
-__device__ __forceinline__ void product_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void product_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int kLeft>
-__device__ __forceinline__ void product_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-}
 
 // clang-format off
 #define HSWQ_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
@@ -124,35 +57,21 @@ __device__ __forceinline__ void multiply(int (&d)[128], uint64_t a, uint64_t b, 
 // ---- the parts of a block
 // ------------------------------------------------------------------------------------
 
-struct Tiling {
-    int rows, columns, steps;  // tiles of Y, and of K
-
-    // Bands of rows of tiles, so that what runs at the same time shares operands in the second-level cache.
-    __device__ __forceinline__ void place(int tile, int& row, int& column) const {
-        const int band = tile / (kBand * columns), left = tile - band * kBand * columns,
-                  height = min(kBand, rows - band * kBand);
-        row = band * kBand + left % height;
-        column = left / height;
-    }
-    __host__ __device__ int count() const { return rows * columns; }
-};
-
 template <int kN>
 struct Ring {
-    uint8_t* x;  // [stages][kTileM][kTileK]
-    uint8_t* w;  // [stages][kN][kTileK]
-    uint64_t* full;
-    uint64_t* empty;
+    uint32_t x, w, full, empty;  // addresses: [stages][kTileM][kTileK], [stages][kN][kTileK], barriers
     int stage = 0, phase = 0;
 
-    __device__ explicit Ring(uint8_t* shared) {
-        x = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(shared) + 1023) & ~uintptr_t(1023));
+    __device__ explicit Ring(uint32_t shared) {
+        x = (shared + 1023) & ~1023u;
         w = x + kStages<kN> * kTileM * kTileK;
-        full = reinterpret_cast<uint64_t*>(x + kRing);
-        empty = full + kStages<kN>;
+        full = x + kRing;
+        empty = full + 8 * kStages<kN>;
     }
-    __device__ __forceinline__ void* x_tile() const { return x + stage * kTileM * kTileK; }
-    __device__ __forceinline__ void* w_tile() const { return w + stage * kN * kTileK; }
+    __device__ __forceinline__ uint32_t x_tile() const { return x + stage * kTileM * kTileK; }
+    __device__ __forceinline__ uint32_t w_tile() const { return w + stage * kN * kTileK; }
+    __device__ __forceinline__ uint32_t filled() const { return full + 8 * stage; }
+    __device__ __forceinline__ uint32_t freed() const { return empty + 8 * stage; }
     __device__ __forceinline__ void next() {
         if (++stage == kStages<kN>) stage = 0, phase ^= 1;
     }
@@ -165,10 +84,10 @@ __device__ __forceinline__ void fill(Ring<kN> ring, const CUtensorMap& x, const 
         int row, column;
         tiling.place(tile, row, column);
         for (int step = 0; step < tiling.steps; ++step, ring.next()) {
-            barrier_wait(ring.empty + ring.stage, ring.phase ^ 1);
-            barrier_expect(ring.full + ring.stage, (kTileM + kN) * kTileK);
-            copy_tile(ring.x_tile(), x, step * kTileK, row * kTileM, ring.full + ring.stage);
-            copy_tile(ring.w_tile(), w, step * kTileK, column * kN, ring.full + ring.stage);
+            barrier_wait(ring.freed(), ring.phase ^ 1);
+            barrier_expect(ring.filled(), (kTileM + kN) * kTileK);
+            copy_tile(ring.x_tile(), x, step * kTileK, row * kTileM, ring.filled());
+            copy_tile(ring.w_tile(), w, step * kTileK, column * kN, ring.filled());
         }
     }
 }
@@ -176,18 +95,17 @@ __device__ __forceinline__ void fill(Ring<kN> ring, const CUtensorMap& x, const 
 // 64 rows of a tile: K in steps of 128 bytes, four instructions each.
 template <int kN>
 __device__ __forceinline__ void sum_tile(Ring<kN>& ring, int half, int steps, int (&sums)[kN / 2]) {
-    uint64_t* before = nullptr;
+    uint32_t before = 0;
     for (int step = 0; step < steps; ++step, ring.next()) {
-        barrier_wait(ring.full + ring.stage, ring.phase);
-        const uint64_t a = descriptor(static_cast<uint8_t*>(ring.x_tile()) + half * 64 * kTileK),
-                       b = descriptor(ring.w_tile());
+        barrier_wait(ring.filled(), ring.phase);
+        const uint64_t a = descriptor(ring.x_tile() + half * 64 * kTileK), b = descriptor(ring.w_tile());
         product_fence();
 #pragma unroll
         for (int i = 0; i < kTileK / 32; ++i) multiply(sums, a + 2 * i, b + 2 * i, step + i != 0);
         product_commit();
         product_wait<1>();  // the step before is done: its place in the ring is free
         if (before && threadIdx.x % 32 == 0) barrier_arrive(before);
-        before = ring.empty + ring.stage;
+        before = ring.freed();
     }
     product_wait<0>();
     if (threadIdx.x % 32 == 0) barrier_arrive(before);
@@ -256,11 +174,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                    Int8Product job, Tiling tiling) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint8_t shared[];
-    Ring<kN> ring(shared);
+    Ring<kN> ring(shared_address(shared));
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages<kN>; ++i) {
-            barrier_init(ring.full + i, 1);
-            barrier_init(ring.empty + i, 2 * kGroupThreads / 32);
+            barrier_init(ring.full + 8 * i, 1);
+            barrier_init(ring.empty + 8 * i, 2 * kGroupThreads / 32);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -287,25 +205,6 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 // ---- the host's side
 // -----------------------------------------------------------------------------------------
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// From the driver that is there: nothing is linked against it.
-Encode encoder() {
-    static const Encode found = [] {
-        void* driver = dlopen("libcuda.so.1", RTLD_NOW);
-        return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
-    }();
-    return found;
-}
-
-bool describe(const void* data, int64_t rows, int64_t k, int64_t stride, int box_rows, CUtensorMap& map) {
-    const cuuint64_t sizes[2] = {cuuint64_t(k), cuuint64_t(rows)}, strides[1] = {cuuint64_t(stride)};
-    const cuuint32_t box[2] = {kTileK, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box,
-                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 Tiling tiling_for(const Int8Product& job, int width) {
     return {int((job.m + kTileM - 1) / kTileM), int((job.n + width - 1) / width),
             int((job.k + kTileK - 1) / kTileK)};
@@ -314,8 +213,8 @@ Tiling tiling_for(const Int8Product& job, int width) {
 template <int kN>
 cudaError_t launch(const Int8Product& job, int processors, cudaStream_t stream) {
     CUtensorMap x, w;
-    if (!describe(job.x, job.m, job.k, job.x_stride, kTileM, x) ||
-        !describe(job.w, job.n, job.k, job.w_stride, kN, w))
+    if (!describe(job.x, job.m, job.k, job.x_stride, kTileM, kTileK, CU_TENSOR_MAP_SWIZZLE_128B, x) ||
+        !describe(job.w, job.n, job.k, job.w_stride, kN, kTileK, CU_TENSOR_MAP_SWIZZLE_128B, w))
         return cudaErrorInvalidValue;
     const auto kernel = product_kernel<kN>;
     const cudaError_t error =
@@ -329,13 +228,7 @@ cudaError_t launch(const Int8Product& job, int processors, cudaStream_t stream) 
 }  // namespace
 
 bool has_int8_product(int device) {
-    int major = 0, minor = 0;
-    cudaFuncAttributes code{};
-    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-           10 * major + minor == 90 && encoder() != nullptr &&
-           // Compiled for an older card, the kernel is empty.
-           cudaFuncGetAttributes(&code, product_kernel<128>) == cudaSuccess && code.ptxVersion >= 90;
+    return runs_on_hopper(product_kernel<128>, device);
 }
 
 cudaError_t int8_product(const Int8Product& job, cudaStream_t stream) {

@@ -54,7 +54,7 @@ struct Reader {
     int columns_left;                  // of K, from this lane's on
     bool upper_half;                   // whether rows from 16 on exist
 
-    __device__ __forceinline__ Reader(const Skinny& job, int rows, int lane, int64_t first) {
+    __device__ __forceinline__ Reader(const W4Product& job, int rows, int lane, int64_t first) {
         const int64_t row = int64_t(blockIdx.x) * rows + lane / 4, col = first + 32 * (lane % 4);
         codes = job.w.codes + row * (job.w.cols / 2) + col / 2;
         scales = job.w.scales + scale_word(row, col / 64, (job.w.cols / 16 + 3) / 4) + (col / 16) % 4;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void step(const Reader& reader, int64_t x_rows, const
 
 // The warps' sums of 16 rows of W, in shared memory, added up in a fixed order and finished.
 template <int kTiles>
-__device__ __forceinline__ void finish_rows(const Skinny& job, int64_t first, float alpha,
+__device__ __forceinline__ void finish_rows(const W4Product& job, int64_t first, float alpha,
                                             const float (&partial)[kWarps][8 * kTiles][kRows]) {
     for (int at = threadIdx.x; at < 8 * kTiles * kRows; at += 32 * kWarps) {
         const int64_t m = at / kRows, n = first + at % kRows;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void finish_rows(const Skinny& job, int64_t first, fl
 }
 
 template <class T, int kRowTiles, int kTiles>
-__global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
+__global__ void __launch_bounds__(32 * kWarps) skinny_kernel(W4Product job) {
     __shared__ float partial[kWarps][8 * kTiles][kRows];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sums[kRowTiles][kTiles][4] = {};
@@ -196,14 +196,14 @@ __global__ void __launch_bounds__(32 * kWarps) skinny_kernel(Skinny job) {
 
 // More rows of W a block read X less often, from the second-level cache; fewer leave no processor idle.
 template <class T, int kRowTiles, int kTiles>
-cudaError_t launch_tiles(const Skinny& job, cudaStream_t stream) {
+cudaError_t launch_tiles(const W4Product& job, cudaStream_t stream) {
     const auto blocks = unsigned((job.w.rows + kRowTiles * kRows - 1) / (kRowTiles * kRows));
     skinny_kernel<T, kRowTiles, kTiles><<<blocks, 32 * kWarps, 0, stream>>>(job);
     return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t launch(const Skinny& job, cudaStream_t stream) {
+cudaError_t launch(const W4Product& job, cudaStream_t stream) {
     if (job.x.rows <= 8) return launch_tiles<T, 1, 1>(job, stream);
     if (job.x.rows <= 16)
         return job.w.rows < kManyRows ? launch_tiles<T, 1, 2>(job, stream)
@@ -214,7 +214,7 @@ cudaError_t launch(const Skinny& job, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t skinny(const Skinny& job, cudaStream_t stream) {
+cudaError_t skinny(const W4Product& job, cudaStream_t stream) {
     if (job.x.rows == 0 || job.w.rows == 0) return cudaSuccess;
     if (job.x.rows > kSkinnyRows || job.w.cols % 32 != 0 || job.x.dtype == Dtype::f32)
         return cudaErrorInvalidValue;
