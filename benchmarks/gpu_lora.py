@@ -88,7 +88,7 @@ def layer_calls(n: int, k: int, form: str) -> dict[str, tuple[Call, Call]]:
     stack = BranchStack({"lora": (branch, 0.8)}, device=DEVICE, dtype=x.dtype)
 
     def pair(call: Callable[[], torch.Tensor]) -> tuple[Call, Call]:
-        return call, lambda: stack(x, call())
+        return call, lambda: stack.add_to(x, call())  # as a layer does
 
     return {
         "w4a16": pair(lambda: ops.linear_w4a16(x, *packed, GROUP, n)),

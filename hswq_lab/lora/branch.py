@@ -106,8 +106,7 @@ class BranchStack(nn.Module):
             own = y.float() if self._bias is None else y.float() - self._bias.float()
             result = (y.float() + own * self.gain).to(y.dtype)
         if self.down.shape[0]:
-            hidden = functional.linear(x, self.down)
-            hidden = (hidden.float() * self.rank_strengths).to(x.dtype)
+            hidden = functional.linear(x, self.down).mul_(self.rank_strengths)  # in fp32, rounded once
             result = result.addmm_(hidden, self.up.T)
         for module in self.kron:
             result = module(x, result)
