@@ -79,8 +79,12 @@ class DoctorReport(Result):
                 lines.append(topic)
             advice = f"  → {check.advice}" if check.advice else ""
             lines.append(f"  {marks[check.state]} {check.item:<16} {check.found}{advice}")
-        problems = sum(check.state == "problem" for check in self.checks)
-        return "\n".join([*lines, "no problems" if self.healthy else f"{problems} problem(s), marked with !"])
+        problems, notes = (
+            sum(check.state == state for check in self.checks) for state in ("problem", "note")
+        )
+        told = "no problems" if self.healthy else f"{problems} problem(s), marked with !"
+        slow = f"; {notes} thing(s) marked with - work in another way or are not there" if notes else ""
+        return "\n".join([*lines, told + slow])
 
 
 def doctor() -> DoctorReport:

@@ -120,6 +120,8 @@ def test_the_result_is_a_table(tmp_path):
     report = DoctorReport([Check("a", "b", "c"), Check("a", "d", "e", "problem", "mend it")])
     assert not report.healthy
     assert "1 problem(s)" in str(report)
+    slow = DoctorReport([Check("extension", "cpu", "not built", "note", "no compiler")])
+    assert str(slow).endswith("no problems; 1 thing(s) marked with - work in another way or are not there")
     assert json.loads(report.save(tmp_path / "d.json").read_text())["checks"][1]["advice"] == "mend it"
     assert "mend it" in report.save(tmp_path / "d.html").read_text()
     assert "mend it" in report.save(tmp_path / "d.csv").read_text()

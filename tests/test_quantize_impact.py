@@ -138,3 +138,11 @@ def test_unknown_layer_and_format():
         report().of("aa")
     with pytest.raises(HswqError, match="not measured"):
         report().ranking("int8")
+
+
+def test_a_report_in_words_begins_with_the_largest():
+    rows = [LayerImpact(f"layer.{i}", "nvfp4", 8, 16, [i / 100]) for i in range(7)]
+    report = ImpactReport("model", "0" * 64, ["a"], [1], 4, 2.5, 3.0, (64, 64), "sweep", rows)
+    head, *lines = str(report).splitlines()
+    assert head.startswith("impact of 7 layers of model (nvfp4)")
+    assert lines == [f"  0.0{i}  layer.{i} (nvfp4)" for i in (6, 5, 4, 3, 2)]

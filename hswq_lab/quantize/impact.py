@@ -124,6 +124,13 @@ class ImpactReport(Result):
         """The layers that were measured, name → (N, K)."""
         return {row.layer: (row.n, row.k) for row in self.rows}
 
+    def __str__(self) -> str:
+        what = f"{len(self.layers)} layers of {self.model} ({', '.join(self.formats)})"
+        runs = f"{len(self.seeds)} pictures × {self.steps} steps"
+        largest = sorted(self.rows, key=lambda row: -row.impact)[:5]
+        lines = [f"  {row.impact:.3g}  {row.layer} ({row.format})" for row in largest]
+        return "\n".join([f"impact of {what} on the final latent, {runs}; the largest:", *lines])
+
     def check_layers(self, layers: Mapping[str, tuple[int, int]]) -> None:
         """Whether these are the layers of the model that was measured.
 
