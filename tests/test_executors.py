@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from hswq_lab import executors
+from hswq_lab.cli.common import workers as cli_workers
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.executors import gather, local_pool
 from hswq_lab.trajectory import compare
@@ -162,3 +164,13 @@ def test_a_dask_cluster_survives_the_loss_of_a_worker(tiny_model, tiny_pack):
     assert spread.traces == serial.traces
     for ours, theirs in zip(spread.variant_runs["tc"], serial.variant_runs["tc"], strict=True):
         assert ours.latents.equal(theirs.latents)
+
+
+def test_an_interrupted_verb_does_not_wait_for_its_workers():
+    """Ctrl-C while units of a minute and more run."""
+    with pytest.raises(KeyboardInterrupt), cli_workers(2) as pool:
+        unit = pool.submit(time.sleep, 3600)
+        while not unit.running() or len(multiprocessing.active_children()) < 1:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+    assert multiprocessing.active_children() == []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from hswq_lab.session import bar, open_model
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
     from concurrent.futures import Executor
 
     import pandas as pd
@@ -45,9 +47,22 @@ def finish(args: argparse.Namespace, result: Result, *, passed: bool = True) -> 
     return GOOD if passed else GATE_FAILED
 
 
-def workers(count: int, device: str = "cpu") -> AbstractContextManager[Executor | None]:
-    """A pool of worker processes; None, meaning this process, for 0."""
-    return nullcontext() if count == 0 else local_pool(count, device)
+@contextmanager
+def workers(count: int, device: str = "cpu") -> Iterator[Executor | None]:
+    """A pool of worker processes; None, meaning this process, for 0.
+
+    Whatever ends the verb early ends the workers too: a pool alone would wait for the units that have begun.
+    """
+    if count == 0:
+        yield None
+        return
+    with local_pool(count, device) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def load(path: str, args: argparse.Namespace) -> Model:
