@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_files import COMFY, fp8, int8, marker, metadata, mxfp8, nvfp4, parts, random_matrix, save
 
-from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint import Checkpoint, header
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight, dequantize_nvfp4
 
@@ -343,6 +343,34 @@ def test_a_file_that_is_replaced_keeps_serving_the_old_content_and_one_that_chan
         stream.truncate(20)
     with pytest.raises(HswqError, match="changed since"):
         checkpoint["a"]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5,)], ids=["same size", "another size"])
+def test_header_and_data_are_of_one_file_when_it_is_replaced_while_it_is_opened(file, monkeypatch, shape):
+    save(file, {"a": torch.ones(2, 3)}, {"who": "old"})
+    parse = header._parse
+
+    def replaced(*args):
+        save(file.with_name("new"), {"a": torch.zeros(shape)}, {"who": "new"}).rename(file)
+        return parse(*args)
+
+    monkeypatch.setattr(header, "_parse", replaced)
+    checkpoint = Checkpoint.open(file)
+    assert (checkpoint.metadata["who"], float(checkpoint["a"].sum())) == ("old", 6)
+
+
+def test_a_file_that_is_written_while_it_is_opened_is_refused(file, monkeypatch):
+    save(file, {"a": torch.ones(2, 3)})
+    parse = header._parse
+
+    def written(*args):
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 1)
+        return parse(*args)
+
+    monkeypatch.setattr(header, "_parse", written)
+    with pytest.raises(HswqError, match="changed while it was opened"):
+        Checkpoint.open(file)
 
 
 def test_a_calibration_that_the_format_does_not_use_is_kept_and_reported(file):

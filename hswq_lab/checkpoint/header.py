@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,22 +86,46 @@ def read_header(path: Path) -> Header:
     Raises:
         HswqError: the file is missing, of another kind, truncated, or its header breaks a rule of the format.
     """
+    handle = open_regular(path)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise HswqError("this is not a regular file", file=path, fix="give a .safetensors file")
-        with path.open("rb") as stream:
-            start = stream.read(512)
-            length = _header_length(path, start, status.st_size)
-            stream.seek(8)
-            text = stream.read(length)
+        return header_of(handle, path)
+    finally:
+        os.close(handle)
+
+
+def open_regular(path: Path) -> int:
+    """A handle for reading an ordinary file.
+
+    Raises:
+        HswqError: there is no such file, it cannot be opened, or it is a folder, a pipe, or a device.
+    """
+    try:
+        # A pipe that nobody writes into would keep a blocking open waiting.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError as error:
         raise HswqError("the file does not exist", file=path, fix="check the name and the folder") from error
     except OSError as error:
         raise HswqError("the file cannot be read", file=path, found=error) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise HswqError("this is not a regular file", file=path, fix="give a .safetensors file")
+    return handle
+
+
+def header_of(handle: int, path: Path) -> Header:
+    """As `read_header`, of a file that is open: whoever keeps the handle reads header and data of one file."""
+    try:
+        size = os.fstat(handle).st_size
+        with open(handle, "rb", closefd=False) as stream:
+            start = stream.read(512)
+            length = _header_length(path, start, size)
+            stream.seek(8)
+            text = stream.read(length)
+    except OSError as error:
+        raise HswqError("the file cannot be read", file=path, found=error) from error
     if len(text) < length:
         raise _truncated(path, 8 + length, 8 + len(text))
-    return _parse(path, text, status.st_size)
+    return _parse(path, text, size)
 
 
 def _header_length(path: Path, start: bytes, size: int) -> int:

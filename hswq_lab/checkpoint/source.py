@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hswq_lab.checkpoint.header import DTYPES, Header, TensorInfo, read_header
+from hswq_lab.checkpoint.header import DTYPES, Header, TensorInfo, header_of, open_regular
 from hswq_lab.checkpoint.sniff import PICKLE_SUFFIXES
 from hswq_lab.errors import HswqError
 
@@ -24,7 +24,7 @@ _CHUNK = 64 * 2**20
 class FileSource:
     """One safetensors file, open for reading.
 
-    Reads go through the handle that was opened first, so a file that is replaced by a rename (as our writer
+    Header and data are read through one handle, so a file that is replaced by a rename (as our writer
     does) keeps serving the old content; a file that is changed in place is noticed and refused. No memory
     map: a map of a file that shrinks kills the process, and its pages count as the process's own.
 
@@ -32,7 +32,7 @@ class FileSource:
         path: the file.
 
     Raises:
-        HswqError: whatever `read_header` raises.
+        HswqError: whatever `read_header` raises, or the file is being written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,14 +43,11 @@ class FileSource:
                 fix="convert it to .safetensors where you trust it",
             )
         self.path = path
-        self.header: Header = read_header(path)
-        try:
-            self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        except OSError as error:
-            raise HswqError("the file cannot be read", file=path, found=error) from error
+        self._handle = open_regular(path)
         weakref.finalize(self, os.close, self._handle)
         self._stamp = self._state()
-        if self._stamp[0] != self.header.file_size:
+        self.header: Header = header_of(self._handle, path)
+        if self._state() != self._stamp:
             raise HswqError("the file changed while it was opened", file=path, fix="try again")
 
     def _state(self) -> tuple[int, int]:
