@@ -201,6 +201,43 @@ def test_a_smoothed_pack_that_does_not_say_by_how_much_refuses_loras(uneven, unr
         uneven.with_checkpoint(damaged).attach(lora_of(uneven, "LoRA"), 1.0, how)
 
 
+LOST = {
+    "rows of w3": (["layers.0.feed_forward.w3.smooth_rows"], "but not by how much"),
+    "all rows": ([".smooth_rows"], "but not by how much"),
+    "columns of w2": (["layers.0.feed_forward.w2.smooth_columns"], "but not by how much"),
+    "columns of all": ([".smooth_columns"], "but not by how much"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_a_smoothed_pack_that_lost_exponents_refuses_loras(uneven, unrotated, lost, how):
+    names, words = LOST[lost]
+    smoothed = smooth(uneven, unrotated).checkpoint
+    values = {name: value for name, value in smoothed.items() if not name.endswith(tuple(names))}
+    assert len(values) < len(smoothed)
+    with pytest.raises(HswqError, match=words):
+        uneven.with_checkpoint(smoothed.rewritten(values, smoothed.metadata)).attach(
+            lora_of(uneven, "LoRA"), 1.0, how
+        )
+
+
+CHANGED = {
+    "zeros": ("layers.0.attention.qkv.smooth_columns", 0, "contradict the metadata"),
+    "rows alone": ("layers.0.feed_forward.w3.smooth_rows", -1, "contradict those of the layers beside"),
+    "columns of one of two": ("layers.0.feed_forward.w1.smooth_columns", -1, "contradict those"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_exponents_that_contradict_the_file_are_refused(uneven, unrotated, change):
+    name, factor, words = CHANGED[change]
+    smoothed = smooth(uneven, unrotated).checkpoint
+    changed = smoothed.with_values({name: smoothed[name] * factor})
+    with pytest.raises(HswqError, match=words):
+        channel_factors(changed, name.rpartition(".")[0])
+
+
 def test_sources_and_references_in_other_units_are_refused(uneven, unrotated):
     smoothed = smooth(uneven, unrotated)
     plain = pack(uneven, Plan({"layers.*": "nvfp4"}))

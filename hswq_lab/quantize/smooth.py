@@ -59,7 +59,8 @@ def smooth(model: Model, activations: CalibrationReport) -> Model:
     for site in sites:
         scale = _scale(site, dense, activations)
         _apply(site, dense, scale)
-        shifted[", ".join(site.linears)] = int((scale != 1).sum())
+        # Of all that was done, not of this time alone: the model may have been smoothed before.
+        shifted[", ".join(site.linears)] = int(dense[f"{site.linears[0]}.{COLUMNS}"].count_nonzero())
     changed = {name: value for name, value in dense.items() if value is not values.get(name)}
     checkpoint = model.checkpoint.with_values(changed, {SMOOTH_KEY: json.dumps(shifted)})
     return model.with_checkpoint(checkpoint, f"{model.name} smoothed")
