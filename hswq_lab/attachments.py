@@ -28,6 +28,7 @@ from hswq_lab.lora import (
     BakeReport,
     Branch,
     BranchStack,
+    Coverage,
     LayerDelta,
     LayerEvidence,
     LoraFile,
@@ -210,8 +211,17 @@ class Attachments(Sequence[Attachment]):
         lines = []
         for item, deltas in zip(self._items, self._deltas, strict=True):
             verdict = "not measured yet, bake_report() does" if item.verdict is None else item.verdict
-            lines.append(f"{item} on {len(deltas)} layers: {verdict}")
+            lines.append(f"{self._label(item)} on {len(deltas)} layers: {verdict}")
         return lines
+
+    def coverage(self, items: Sequence[Attachment]) -> tuple[Coverage, ...]:
+        """How many modules of each of these LoRAs match a layer, and which do not."""
+        return tuple(item.lora.coverage(self._layers) for item in items)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to know about the LoRAs as a whole."""
+        return [found.warning for found in self.coverage(self._items) if found.left_out]
 
     def on_layer(self, layer: str) -> str:
         """What is on a layer, in words."""
@@ -255,9 +265,14 @@ class Attachments(Sequence[Attachment]):
             if "branch" in ways:
                 rows += self._branch_evidence(layer, value, device)
         tell(len(touched), len(touched), "what arrived is known")
-        return BakeReport(rows, tuple(str(item) for item in wanted))
+        return BakeReport(rows, tuple(map(self._label, wanted)), coverage=self.coverage(wanted))
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _label(self, item: Attachment) -> str:
+        """The LoRA in words, with how much of it is applied where that is not all."""
+        partly = item.lora.coverage(self._layers).in_words
+        return f"{item}, {partly}" if partly else str(item)
 
     def _pristine(self, layer: str) -> Tensor | PackedWeight:
         return self._checkpoint[f"{layer}.weight"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import pandas as pd
 import torch
@@ -60,6 +60,8 @@ class DoctorReport(Result):
     """Everything that was looked at."""
 
     checks: list[Check]
+
+    computed: ClassVar[tuple[str, ...]] = ("healthy",)
 
     @property
     def healthy(self) -> bool:

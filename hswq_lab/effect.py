@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pandas as pd
 import torch
@@ -79,6 +79,7 @@ class EffectReport(Result):
         activations: the model whose activations were used, and in what arithmetic.
         prompts: one for each seed.
         rows: layers in network order.
+        remarks: what to know about the LoRAs as a whole, e.g. that modules were left out.
     """
 
     model: str
@@ -88,11 +89,15 @@ class EffectReport(Result):
     seeds: list[int]
     steps: int
     rows: list[LayerEffect]
+    remarks: tuple[str, ...] = ()
+
+    computed: ClassVar[tuple[str, ...]] = ("warnings",)
 
     @property
     def warnings(self) -> list[str]:
-        """One a layer that has one."""
-        return [f"{row.layer} ({row.format}): {row.warning}" for row in self.rows if row.warning]
+        """The remarks, then one a layer that has one."""
+        found = [f"{row.layer} ({row.format}): {row.warning}" for row in self.rows if row.warning]
+        return [*self.remarks, *found]
 
     def to_frame(self) -> pd.DataFrame:
         """One row a layer."""
@@ -120,12 +125,11 @@ class EffectReport(Result):
             f"{row.lowest:.4f} at least; {row.gain:.1%} of the effect"
             for row in self.summary().itertuples()
         ]
-        worst = min(
-            (row for row in self.rows if row.warning), key=lambda row: row.cosine or 0.0, default=None
-        )
-        if worst is not None:
-            lines.append(f"  warning: {len(self.warnings)} layers, the worst {worst.layer}: {worst.warning}")
-        return "\n".join(lines)
+        warned = [row for row in self.rows if row.warning]
+        if warned:
+            worst = min(warned, key=lambda row: row.cosine or 0.0)
+            lines.append(f"  warning: {len(warned)} layers, the worst {worst.layer}: {worst.warning}")
+        return "\n".join([*lines, *(f"  warning: {text}" for text in self.remarks)])
 
 
 def measure_effect(
@@ -187,6 +191,7 @@ def measure_effect(
         seeds=[seed for _, seed in pairs],
         steps=steps,
         rows=found,
+        remarks=tuple(pack.lora_remarks),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -122,7 +123,7 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
     source = model.checkpoint
     metadata = dict(source.metadata)
     if model.loras:
-        told = [_told(item) for item in model.loras]
+        told = [_told(item, model.layers()) for item in model.loras]
         metadata[LORAS_KEY] = json.dumps([*json.loads(metadata.get(LORAS_KEY, "[]")), *told])
         seeds = {layer: layer_seed(layer) for layer in model.baked_layers}
         try:
@@ -132,5 +133,8 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
     return write(path, model.effective_items(), metadata, None, progress, source=source)
 
 
-def _told(item: Attachment) -> dict[str, object]:
-    return {"name": item.lora.name, "sha256": item.lora.sha256, "strength": item.strength, "how": item.how}
+def _told(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> dict[str, object]:
+    lora = item.lora
+    told = {"name": lora.name, "sha256": lora.sha256, "strength": item.strength, "how": item.how}
+    applied = lora.coverage(layers).in_words
+    return told | ({"applied": applied} if applied else {})

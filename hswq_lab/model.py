@@ -139,6 +139,11 @@ class Model(PictureMaker):
         return self._attachments.baked_layers
 
     @property
+    def lora_remarks(self) -> list[str]:
+        """What to know about the attached LoRAs as a whole: modules that match no layer."""
+        return self._attachments.remarks
+
+    @property
     def is_packed(self) -> bool:
         """Whether any Linear is quantised."""
         return any(self.checkpoint.entry(f"{layer}.weight").format != "16-bit" for layer in self.layers())
@@ -160,7 +165,7 @@ class Model(PictureMaker):
             dtype=str(self.dtype).removeprefix("torch."),
             requested_mode=f"{self.request.mode} ({self.request.origin})",
             layers=rows,
-            warnings=list(self.checkpoint.warnings),
+            warnings=[*self.checkpoint.warnings, *self.lora_remarks],
             loras=self._attachments.in_words(),
             baked=baked_in_words(self.checkpoint.metadata),
         )

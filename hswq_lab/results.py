@@ -7,7 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +26,13 @@ SAVED_AS = (".json", ".csv", ".html", ".png", ".svg", ".pdf")
 
 
 class Result:
-    """Base of the result dataclasses. A subclass is a dataclass and says how it becomes a table."""
+    """Base of the result dataclasses. A subclass is a dataclass and says how it becomes a table.
+
+    Attributes:
+        computed: names of properties that files hold beside the fields: a verdict, warnings, notes.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ()
 
     def to_frame(self) -> pd.DataFrame:
         """The rows of this result as a table."""
@@ -43,7 +49,8 @@ class Result:
         """A dict that `json.dumps` takes: NaN and infinities are None, tensors are lists."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
         content = {field.name: json_ready(getattr(self, field.name)) for field in fields if is_saved(field)}
-        return {"result": type(self).__name__, **content}
+        told = {name: json_ready(getattr(self, name)) for name in self.computed}
+        return {"result": type(self).__name__, **told, **content}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes .json, .csv or .html (always possible), or .png, .svg, .pdf of the figure (needs a browser).
@@ -97,6 +104,8 @@ def json_ready(value: Any) -> Any:  # noqa: ANN401, PLR0911 - anything comes in,
         return json_ready(value.tolist())
     if isinstance(value, np.generic):
         return json_ready(value.item())
+    if isinstance(value, Result):
+        return value.to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if is_saved(field)]
         return {field.name: json_ready(getattr(value, field.name)) for field in fields}

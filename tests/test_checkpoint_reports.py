@@ -107,6 +107,7 @@ class TestCheck:
     def test_a_good_pack_passes_and_its_layout_is_found(self, pack, source):
         report = check(pack, source)
         assert report.ok, str(report)
+        assert report.to_dict()["ok"] is True
         assert {layer.name for layer in report.layers} == {"a.weight", "b.weight", "c.weight", "d.weight"}
         assert all(layer.cosine > 0.98 for layer in report.layers)
         (layout,) = report.layout.layers
@@ -393,6 +394,7 @@ class TestDiff:
         assert report.metadata == {"who": ("me", "you")}
         assert not report.same
         assert json.loads(json.dumps(report.to_dict()))["result"] == "DiffReport"
+        assert report.to_dict()["same"] is False
         assert len(report.to_frame()) == len(rows)
 
     def test_the_sign_of_a_zero_is_no_changed_value(self):

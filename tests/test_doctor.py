@@ -122,7 +122,9 @@ def test_the_result_is_a_table(tmp_path):
     assert "1 problem(s)" in str(report)
     slow = DoctorReport([Check("extension", "cpu", "not built", "note", "no compiler")])
     assert str(slow).endswith("no problems; 1 thing(s) marked with - work in another way or are not there")
-    assert json.loads(report.save(tmp_path / "d.json").read_text())["checks"][1]["advice"] == "mend it"
+    content = json.loads(report.save(tmp_path / "d.json").read_text())
+    assert content["checks"][1]["advice"] == "mend it"
+    assert content["healthy"] is False
     assert "mend it" in report.save(tmp_path / "d.html").read_text()
     assert "mend it" in report.save(tmp_path / "d.csv").read_text()
     with pytest.raises(HswqError, match="no figure"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -258,6 +259,19 @@ def test_the_price_of_a_bake_in_place_is_noted_with_what_has_none():
     assert from_source.growth == pytest.approx(1, abs=0.02)
     assert BakeReport([from_source]).summary()["growth"][1] == from_source.growth
     assert BakeReport([from_source]).notes == BakeReport([bake_in_place(pack, delta, NAME)[1]]).notes == []
+
+
+def test_files_hold_the_verdict_the_warnings_and_the_notes(tmp_path):
+    w = _source()
+    pack = pack_weight(w, "int8_tensorwise", 256)
+    report = BakeReport([bake_in_place(pack, [(_delta(0.02, w), 1.0)], NAME, w)[1]], remarks=("one thing",))
+    content = json.loads(report.save(tmp_path / "r.json").read_text())
+    assert content["verdict"] == "OK"
+    assert content["notes"] == report.notes
+    assert "error to the source" in content["notes"][0]
+    assert content["warnings"] == report.warnings == ["one thing"]
+    assert content["log_line"] == "nvfp4_baked=0 int8_baked=1 other_qt_baked=0 patches_left=0"
+    assert content["patches_left"] == 0
 
 
 def test_deltas_of_several_loras_are_added_before_the_one_rounding():

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LORAS_KEY = "hswq.loras"
-"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how."""
+"""Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how,
+and "applied" where it is not all of its modules, as in "1 of 70 modules"."""
 
 SEEDS_KEY = "hswq.lora_seeds"
 """Metadata of a file with baked LoRAs: JSON, layer → seed of its stochastic rounding."""
@@ -20,15 +21,21 @@ SEEDS_KEY = "hswq.lora_seeds"
 
 @dataclass(frozen=True)
 class BakedLora:
-    """One LoRA in a file; `sha256` is that of the LoRA's own file, empty where the metadata do not tell it."""
+    """One LoRA in a file.
+
+    Attributes:
+        sha256: of the LoRA's own file, empty where the metadata do not tell it.
+        applied: as in "1 of 70 modules"; empty where all of them are, or nothing is told.
+    """
 
     name: str
     sha256: str
     strength: float
     how: str
+    applied: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} ×{self.strength:g} ({self.how})"
+        return f"{self.name} ×{self.strength:g} ({self.how})" + (f", {self.applied}" if self.applied else "")
 
 
 def baked_loras(metadata: Mapping[str, str]) -> list[BakedLora]:
@@ -44,6 +51,7 @@ def baked_loras(metadata: Mapping[str, str]) -> list[BakedLora]:
                 str(entry.get("sha256", "")),
                 float(entry["strength"]),
                 str(entry["how"]),
+                str(entry.get("applied", "")),
             )
             for entry in json.loads(metadata.get(LORAS_KEY, "[]"))
         ]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pandas as pd
 import torch
@@ -49,6 +49,8 @@ class CheckReport(Result):
     findings: list[Finding]
     layers: list[LayerCheck] = field(repr=False)
     layout: LayoutReport = field(repr=False)
+
+    computed: ClassVar[tuple[str, ...]] = ("ok",)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a finding."""

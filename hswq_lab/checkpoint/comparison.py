@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -68,6 +68,8 @@ class DiffReport(Result):
     b: str
     rows: list[DiffRow] = field(repr=False)
     metadata: dict[str, tuple[str | None, str | None]] = field(repr=False)
+
+    computed: ClassVar[tuple[str, ...]] = ("same",)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a name."""

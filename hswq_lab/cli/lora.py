@@ -63,7 +63,9 @@ def merge(args: argparse.Namespace) -> int:
     loras = [(load_as_told(path, args), strength) for path, strength in map(with_strength, args.loras)]
     model = load(args.model, args)
     with bar("merging") as progress:
-        merged = merge_loras(loras, model, args.rank, args.to, progress=progress)
+        merged = merge_loras(
+            loras, model, args.rank, args.to, progress=progress, allow_unmatched=args.allow_unmatched
+        )
     save_lora(args.out, merged.tensors, merged.metadata)
     say(merged.report)
     say_written(args.out)

@@ -274,6 +274,14 @@ def _embed(verbs: _Verbs) -> None:
     _computing(parser)
 
 
+def _unmatched(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-unmatched",
+        action="store_true",
+        help="leave out modules that match no layer; the report says how many",
+    )
+
+
 def _bake(verbs: _Verbs) -> None:
     parser = verbs.add(
         "bake",
@@ -291,7 +299,7 @@ def _bake(verbs: _Verbs) -> None:
         action="store_true",
         help="also compare what the LoRAs do to each layer's outputs on real activations with 16 bits",
     )
-    parser.add_argument("--allow-unmatched", action="store_true", help="go on although keys match no layer")
+    _unmatched(parser)
     parser.add_argument(
         "--allow-baked", action="store_true", help="go on although LoRAs are baked into the pack already"
     )
@@ -314,6 +322,7 @@ def _lora(verbs: _Verbs) -> None:
     )
     _strengths(merge)
     merge.add_argument("--rank", type=int, required=True, help="of every module of the result")
+    _unmatched(merge)
     for parser in (convert, merge):
         _output(parser)
         parser.add_argument(

@@ -18,6 +18,7 @@ from hswq_lab.lora.convert import Dialect, convert_lora, save_lora
 from hswq_lab.lora.delta import Branch, LayerDelta
 from hswq_lab.lora.evidence import LayerEvidence, bias_evidence, branch_evidence, measure
 from hswq_lab.lora.file import LoraFile, load_lora, lora_from_tensors
+from hswq_lab.lora.matching import Coverage
 from hswq_lab.lora.merge import Merged, MergeReport, merge_loras
 from hswq_lab.lora.report import LoraReport, LoraRow
 
@@ -25,6 +26,7 @@ __all__ = [
     "BakeReport",
     "Branch",
     "BranchStack",
+    "Coverage",
     "Dialect",
     "KindVerdict",
     "LayerDelta",

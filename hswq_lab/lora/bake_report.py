@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pandas as pd
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from hswq_lab.effect import EffectReport
     from hswq_lab.lora.evidence import Kind, LayerEvidence, Verdict, Way
+    from hswq_lab.lora.matching import Coverage
 
 _NOTED_GROWTH = 1.1
 
@@ -61,11 +62,17 @@ class BakeReport(Result):
         rows: one a touched layer and way, biases by themselves.
         loras: what was applied, e.g. "outline ×0.8 (bake)".
         effect: the effect test on real activations, if it was made.
+        coverage: of each of them, how many of its modules match a layer.
+        remarks: what to know about them as a whole, beside modules that were left out.
     """
 
     rows: list[LayerEvidence]
     loras: tuple[str, ...] = ()
     effect: EffectReport | None = None
+    coverage: tuple[Coverage, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    computed: ClassVar[tuple[str, ...]] = ("verdict", "warnings", "notes", "log_line", "patches_left")
 
     def with_effect(self, effect: EffectReport) -> BakeReport:
         """The same with the effect test beside the evidence."""
@@ -114,9 +121,13 @@ class BakeReport(Result):
 
     @property
     def warnings(self) -> list[str]:
-        """One a layer that has one."""
-        warned = [row for row in self.rows if row.warning]
-        return [f"{row.layer} ({row.format}): {row.warning}" for row in warned]
+        """What is true of the LoRAs as a whole, then one a layer that has one."""
+        warned = [f"{row.layer} ({row.format}): {row.warning}" for row in self.rows if row.warning]
+        return [*self._of_all, *warned]
+
+    @property
+    def _of_all(self) -> list[str]:
+        return [*(found.warning for found in self.coverage if found.left_out), *self.remarks]
 
     @property
     def notes(self) -> list[str]:
@@ -162,8 +173,17 @@ class BakeReport(Result):
         return pd.DataFrame(frames)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer; with an effect test, "effect_cosine" and "effect_error" too."""
-        frame = pd.DataFrame([{**vars(row), "growth": row.growth} for row in self.rows])
+        """One row a layer; with an effect test, "effect_cosine" and "effect_error" too.
+
+        A module that matches no layer is a row as well: its name, and the verdict "LEFT OUT".
+        """
+        rows = [{**vars(row), "growth": row.growth} for row in self.rows]
+        lost = [
+            {"layer": module, "verdict": "LEFT OUT", "warning": f"{found.lora}: the model has no such layer"}
+            for found in self.coverage
+            for module in found.left_out
+        ]
+        frame = pd.DataFrame([*rows, *lost])
         if self.effect is None:
             return frame
         columns = {"cosine": "effect_cosine", "error": "effect_error"}
@@ -173,6 +193,7 @@ class BakeReport(Result):
     def __repr__(self) -> str:
         """A summary for a console."""
         lines = [f"{', '.join(self.loras) or 'no LoRAs'}: {self.verdict}", f"  {self.log_line}"]
+        lines += [f"  warning: {text}" for text in self._of_all]
         lines += [
             f"  {kind.kind}: {kind.verdict}, {kind.baked} baked, {kind.branched} branched of {kind.layers};"
             f" unrotated {kind.unrotated}, re-rotated {kind.rerotated} of {kind.rotated} rotated"

@@ -14,7 +14,7 @@ from hswq_lab.lora.checks import file_warnings, refuse_fused_and_split, refuse_u
 from hswq_lab.lora.delta import LayerDelta
 from hswq_lab.lora.dialects import is_text_encoder, parse_key
 from hswq_lab.lora.entries import Entry, EntryBuilder, FullLokrScale, Tensors, bias_parts_of, part_of
-from hswq_lab.lora.matching import Match, match_entries, refuse_mismatches, unplaced
+from hswq_lab.lora.matching import Coverage, Match, coverage_of, match_entries, refuse_mismatches, unplaced
 from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank, peft_settings
@@ -93,6 +93,10 @@ class LoraFile:
     def match(self, layers: LayerShapes | HasLayers) -> list[Match]:
         """Each entry with its target, or with the reason why it has none; raises nothing."""
         return match_entries(self.entries, TargetIndex(layers_of(layers)))
+
+    def coverage(self, layers: LayerShapes | HasLayers) -> Coverage:
+        """How many of its modules match a layer, and which do not; raises nothing."""
+        return coverage_of(self.name, self.match(layers))
 
     def report(self, layers: LayerShapes | HasLayers | None = None) -> LoraReport:
         """What is in the file and where it goes: a row a module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hswq_lab.errors import HswqError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from hswq_lab.lora.targets import Target, TargetIndex
 
 
+_LOST = ("unmatched", "not readable")
+
+
 class Match(NamedTuple):
     """An entry and where it belongs: a target, or a status and a reason why there is none."""
 
@@ -22,6 +26,41 @@ class Match(NamedTuple):
     target: Target | None
     status: str = "matched"
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a LoRA file a model has layers for; what is for a text encoder does not count.
+
+    Attributes:
+        lora: the file's name.
+        modules: of the file.
+        left_out: the names, as the file spells them, of those that match no layer.
+    """
+
+    lora: str
+    modules: int
+    left_out: tuple[str, ...]
+
+    @property
+    def in_words(self) -> str:
+        """As in "1 of 70 modules"; empty where none is left out."""
+        return f"{self.modules - len(self.left_out)} of {self.modules} modules" if self.left_out else ""
+
+    @property
+    def warning(self) -> str:
+        """A sentence with the first names; empty where none is left out."""
+        if not self.left_out:
+            return ""
+        more = ", …" if len(self.left_out) > 3 else ""
+        names = ", ".join(self.left_out[:3]) + more
+        return f"{self.lora}: {self.in_words} applied; {len(self.left_out)} match no layer: {names}"
+
+
+def coverage_of(lora: str, matches: Sequence[Match]) -> Coverage:
+    """What was matched and what was not."""
+    lost = tuple(match.entry.module for match in matches if match.status in _LOST)
+    return Coverage(lora, len(lost) + sum(match.target is not None for match in matches), lost)
 
 
 def match_entries(entries: Iterable[Entry], index: TargetIndex) -> list[Match]:
@@ -48,7 +87,7 @@ def refuse_mismatches(
                 found=list(bad[0].entry.shape or ()),
                 fix="use a LoRA that was made for this model",
             )
-    lost = [match.entry for match in matches if match.status in ("unmatched", "not readable")]
+    lost = [match.entry for match in matches if match.status in _LOST]
     applied = any(match.target is not None for match in matches)
     if applied and (allow_unmatched or not lost):
         return
@@ -60,7 +99,7 @@ def refuse_mismatches(
         tensor=next(iter(lost[0].keys.values())) if lost else None,
         found=", ".join(names) + (", …" if len(lost) > 5 else "") if names else None,
         expected="names of the model's Linears",
-        fix="use allow_unmatched=True to leave them out"
+        fix="use allow_unmatched=True (--allow-unmatched on the command line) to leave them out"
         if applied
         else "use a LoRA that was made for this model",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pandas as pd
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hswq_lab.lora.delta import LayerDelta
     from hswq_lab.lora.file import LoraFile
+    from hswq_lab.lora.matching import Coverage
     from hswq_lab.lora.targets import HasLayers, LayerShapes
 
 
@@ -58,12 +59,21 @@ class MergeReport(Result):
     Attributes:
         rows: one a module that was written.
         cancelled: modules whose deltas add up to nothing, up to rounding; they are not written.
+        coverage: of each LoRA, how many of its modules match a layer; the others are not in the merge.
     """
 
     loras: tuple[str, ...]
     rank: int
     rows: list[MergedModule]
     cancelled: list[str] = field(default_factory=list)
+    coverage: tuple[Coverage, ...] = ()
+
+    computed: ClassVar[tuple[str, ...]] = ("error", "error_of_terms", "warnings")
+
+    @property
+    def warnings(self) -> list[str]:
+        """One a LoRA of which modules were left out."""
+        return [found.warning for found in self.coverage if found.left_out]
 
     @property
     def error(self) -> float:
@@ -80,8 +90,9 @@ class MergeReport(Result):
         return sum((row.error * row.norm) ** 2 for row in self.rows)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a module."""
-        return pd.DataFrame([vars(row) for row in self.rows])
+        """One row a module; one that was left out is a row of rank 0 without its norms."""
+        lost = [{"module": each, "rank": 0} for found in self.coverage for each in found.left_out]
+        return pd.DataFrame([*(vars(row) for row in self.rows), *lost])
 
     def __repr__(self) -> str:
         worst = max(self.rows, key=lambda row: row.error)
@@ -98,7 +109,7 @@ class MergeReport(Result):
             )
         if self.cancelled:
             lines.append(f"  {len(self.cancelled)} modules cancel to nothing, the first {self.cancelled[0]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  warning: {text}" for text in self.warnings)])
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -122,6 +133,8 @@ def merge_loras(
     to: Dialect = "native",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    *,
+    allow_unmatched: bool = False,
 ) -> Merged:
     """Several LoRAs with strengths as one: each module's Σ strength · ΔW, cut to `rank` singular values.
 
@@ -135,6 +148,7 @@ def merge_loras(
         to: dialect; in split dialects q, k and v get `rank` each.
         dtype: of the factors written.
         progress: told after each layer.
+        allow_unmatched: leave out modules that match no layer, and say so in the report.
 
     Raises:
         HswqError: no LoRAs, an unknown dialect, a rank below 1, a strength that is no finite number, a file that
@@ -145,7 +159,7 @@ def merge_loras(
     if not isinstance(loras, Sequence) or not loras:
         raise HswqError("a merge needs LoRAs", found=repr(loras)[:80], expected="[(lora, 0.8), …]")
     loras = [_with_strength(each) for each in loras]
-    deltas = [(lora.deltas(layers), strength) for lora, strength in loras]
+    deltas = [(lora.deltas(layers, allow_unmatched=allow_unmatched), strength) for lora, strength in loras]
     touched = [name for name in layers_of(layers) if any(name in found for found, _ in deltas)]
     tell = progress_of(progress)
     units, rows, cancelled = [], [], []
@@ -168,9 +182,13 @@ def merge_loras(
             found=" + ".join(labels),
             fix="choose other strengths",
         )
-    sources = "; ".join(f"{lora.name} x{strength:g} sha256={lora.sha256}" for lora, strength in loras)
+    coverage = tuple(lora.coverage(layers) for lora, _ in loras)
+    sources = "; ".join(
+        f"{lora.name} x{strength:g} sha256={lora.sha256}" + (f" ({found.in_words})" if found.left_out else "")
+        for (lora, strength), found in zip(loras, coverage, strict=True)
+    )
     tensors, metadata = write_units(units, to, {"hswq.merged_from": sources, "hswq.merged_rank": str(rank)})
-    return Merged(tensors, metadata, MergeReport(labels, rank, rows, cancelled))
+    return Merged(tensors, metadata, MergeReport(labels, rank, rows, cancelled, coverage))
 
 
 def _with_strength(pair: object) -> tuple[LoraFile, float]:
