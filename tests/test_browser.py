@@ -75,6 +75,16 @@ made.append(Panel("busy", "", [], css_class="hswq-busy"))
 made[-1].start(endless, lambda result: None)
 made[-1]
 """
+TWINS = """
+import ipywidgets
+from hswq_lab.widgets import Panel
+class Typed(Panel):
+    def __init__(self):
+        self.text = ipywidgets.Text(description="text", continuous_update=False)
+        super().__init__("typed", "", [self.text, ipywidgets.Button(description="Press")], css_class="hswq-typed")
+        self.mind(text=self.text)
+ipywidgets.VBox([Typed(), Typed()])
+"""
 # What anywidget sees on a page that is busy for more than its two seconds.
 BUSY = """AbortSignal.timeout = () => {
   const late = new AbortController();
@@ -214,6 +224,29 @@ def test_a_cell_that_is_run_again_leaves_no_work_behind(lab):
     printed.wait_for(timeout=30_000)
     assert printed.inner_text().startswith("[True, False]")
     assert "cancelled" in printed.inner_text()
+    assert lab.complaints == []
+
+
+def test_jupyterlab_keeps_its_keys_and_a_panel_keeps_its_own_values(lab):
+    """A cell is made and filled by keys while a panel has the focus, the file is saved so, the kernel is restarted."""
+    lab.open_cells(TWINS)
+    lab.run_all()
+    cells = lab.page.locator(".jp-CodeCell")
+    for place, text in enumerate(("add", "above b")):
+        lab.panel("hswq-typed", place).get_by_label("text").click()
+        lab.page.keyboard.type(text)
+    assert cells.count() == 1, "a and b were the text's"
+    lab.page.keyboard.press("Control+s")
+    saved = lab.server.root / "cells.ipynb"
+    lab.server._wait(lambda: "execute_result" in saved.read_text(), 20, "nothing was saved")
+    lab.panel("hswq-typed").get_by_role("button", name="Press").focus()
+    lab.page.keyboard.press("a")
+    assert cells.count() == 2, "a letter on a button was JupyterLab's"
+    lab.page.keyboard.press("Enter")
+    lab.page.keyboard.type("1")
+    lab.restart_and_run_all()
+    values = "() => [...document.querySelectorAll('.hswq-typed input')].map(field => field.value).join()"
+    lab.wait_for(f"() => ({values})() === 'add,above b'", seconds=20)
     assert lab.complaints == []
 
 

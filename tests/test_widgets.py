@@ -192,6 +192,29 @@ def test_exports_are_written_and_the_file_is_named(tmp_path, form):
         assert json.loads(path.read_text())["values"] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_cancelled_export_leaves_no_file_or_says_that_it_is_written(tmp_path, late):
+    shown = SmallPanel(tmp_path)
+    save, inside, go = shown.export, threading.Event(), threading.Event()
+
+    def slow(form):
+        inside.set()
+        assert go.wait(SOON)
+        return save(form)
+
+    shown.export = slow
+    shown.export_buttons["csv"].click()
+    if late:
+        assert inside.wait(SOON)
+    shown.cancel()
+    go.set()
+    assert shown.wait(SOON)
+    if not (tmp_path / "hswq-small.csv").exists():
+        assert not late
+    else:
+        assert "written" in shown.status.value
+
+
 def test_an_export_leaves_what_was_exported_before(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shown = SmallPanel("~/figures")

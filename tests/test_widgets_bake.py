@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import threading
 
@@ -260,3 +261,54 @@ def test_what_an_error_asks_for_can_be_ticked(tiny_pack, loras, tmp_path):
     assert shown.errors.value == ""
     assert "of a larger model" in shown.verdict.value
     shown.close()
+
+
+def test_while_an_apply_runs_nothing_of_the_one_before_is_shown_or_exported(shown, held):
+    assert "being applied" in shown.verdict.value
+    assert shown.pictures.value == ""
+    assert shown.checked is None
+    shown.export_buttons["json"].click()
+    assert shown._writing.wait(SOON)
+    assert "at work" in shown.errors.value
+    held.set()
+    assert shown.wait(SOON)
+    assert "PASSED" in shown.verdict.value
+    assert shown.errors.value == "", "the reason is gone"
+
+
+@pytest.mark.parametrize("button", ["apply_button", "again_button"])
+def test_a_press_replaces_no_work_that_runs_and_the_word_about_it_ends_with_it(shown, held, button):
+    getattr(shown, button).click()
+    assert "this panel is at work" in shown.errors.value
+    held.set()
+    assert shown.wait(SOON)
+    assert "style0 ×1" in shown.verdict.value
+    assert shown.errors.value == ""
+
+
+def test_pictures_say_what_they_are_of(shown):
+    assert f"“{shown.prompt.value}”, seed 42, 1 steps; with: style0 ×1 (bake)" in shown.pictures.value
+
+
+def test_the_notes_of_the_evidence_are_shown(tiny_pack, tiny_model, loras):
+    pack = hl.calibrate(tiny_pack, prompts=["a thing"], steps=1)
+    shown = BakeCheck(pack, loras, tiny_model, steps=1)
+    shown.apply_button.click()
+    assert shown.wait(SOON)
+    assert "measured without these LoRAs" in shown.verdict.value
+    assert shown.state.report.notes
+    assert all(html.escape(note) in shown.verdict.value for note in shown.state.report.notes)
+
+
+def test_progress_and_cancel_stand_under_the_buttons_that_start_work(shown):
+    parts = list(shown.children)
+    buttons = next(
+        place for place, part in enumerate(parts) if shown.apply_button in getattr(part, "children", ())
+    )
+    assert shown.status in parts[buttons + 1].children
+    assert parts[buttons + 2] is shown.errors
+
+
+def test_a_figure_is_named_alike_in_the_panel_and_in_its_export(shown):
+    said = [each.text for each in shown.figure.shown.layout.annotations]
+    assert said == [each.text for each in shown.result().figure().layout.annotations]

@@ -106,3 +106,17 @@ def test_where_nobody_says_which_cell_runs_nothing_is_ended(kernel, monkeypatch)
     monkeypatch.setattr(places, "get_ipython", lambda: None)
     assert "hswq-busy" in panel._dom_classes
     assert panel._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.model_id
+
+
+def test_what_is_remembered_of_a_panel_is_its_own(kernel):
+    kernel.user_ns["place_of"] = places.place_of
+    kernel.user_ns["told"] = told = []
+    twice = "told.append([place_of('pack'), place_of('pack'), place_of('other')])"
+    kernel.run("a", twice)
+    kernel.run("b", twice)
+    kernel.run("a", twice)  # as after a restart
+    first, second, again = map(tuple, told)
+    assert first == again
+    assert len({*first, *second}) == 6
+    kernel.run(None, twice)
+    assert told[-1] == ["", "", ""], "nobody says where that is"

@@ -85,4 +85,5 @@ figure_of.register(ModelBench, pictures_figure)
 
 @figure_of.register
 def _(result: BakeReport) -> go.Figure:
-    return retention_figure({"retained": result})
+    ways = dict.fromkeys(row.way for row in result.rows)
+    return retention_figure({" and ".join(ways) or "nothing": result})

@@ -87,6 +87,7 @@ class BakeCheck(Panel):
             layout={"width": "170px"},
         )  # fmt: skip
         allowed = ipywidgets.HBox([self.allow_unmatched, self.allow_baked])
+        buttons = ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button, allowed])
         self.verdict, self.generation = ipywidgets.HTML(), ipywidgets.HTML()
         self.pictures = ipywidgets.HTML(markup.note("apply a LoRA to see the pictures"))
         self.figure = LiveFigure(style.placeholder("what arrived comes here"))
@@ -94,7 +95,7 @@ class BakeCheck(Panel):
         body = [
             *(ipywidgets.HBox(row) for row in self.rows),
             ipywidgets.HBox([self.way, self.prompt, self.seed]),
-            ipywidgets.HBox([self.apply_button, self.undo_button, self.again_button, allowed]),
+            buttons,
             self.verdict,
             self.generation,
             self.pictures,
@@ -105,6 +106,7 @@ class BakeCheck(Panel):
             "What arrived is computed from the weights: the share of ΔW that is in them, and the noise beside it.",
             body,
             css_class="hswq-bake",
+            below=buttons,
         )
         self.apply_button.on_click(self.guarded(lambda _: self._apply()))
         self.undo_button.on_click(self.guarded(lambda _: self._undo()))
@@ -130,20 +132,22 @@ class BakeCheck(Panel):
         way, prompt, seed = self.way.value, self.prompt.value, int(self.seed.value)
 
         def work(progress: Progress) -> Checked:
+            if choices:  # the first thing that is done with them is to take the old ones off
+                self._show_nothing("the LoRAs are being applied")
             try:
                 return self.state.apply(choices, way, prompt, seed, progress)
             finally:
-                if not self.state.pack.loras:  # what the panel showed of LoRAs is not so any more
+                if not self.state.pack.loras:
                     self._show_nothing()
 
-        self.start(work, self._show)
+        self.begin(work, self._show)
 
     def _show(self, checked: Checked) -> None:
         self.checked = checked
         report = checked.report
         self.generation.value = ""
         self.verdict.value = _verdict(report)
-        self.pictures.value = markup.pictures(checked.pictures())
+        self.pictures.value = markup.note(checked.setting) + markup.pictures(checked.pictures())
         self.figure.show(retention_figure({checked.way: report}))
         self.allow_exports()
 
@@ -156,14 +160,16 @@ class BakeCheck(Panel):
 
         self.start(work, lambda _: self._show_nothing())
 
-    def _show_nothing(self) -> None:
-        self.verdict.value = markup.note("no LoRA is on the pack; its weights are the pristine ones")
+    def _show_nothing(self, told: str = "no LoRA is on the pack; its weights are the pristine ones") -> None:
+        self.checked = None
+        self.verdict.value = markup.note(told)
         self.generation.value = self.pictures.value = ""
         self.figure.show(style.placeholder("what arrived comes here"))
 
     def _again(self) -> None:
         prompt, seed = self.prompt.value, int(self.seed.value)
         self.begin(lambda progress: self.state.second_generation(prompt, seed, progress), self._told)
+        self.generation.value = ""
 
     def _told(self, told: SecondGeneration) -> None:
         self.generation.value = markup.banner(str(told), good=told.passed)
@@ -175,5 +181,6 @@ def _verdict(report: BakeReport) -> str:
         return markup.note(f"{text}. Nothing was to arrive: at these strengths the LoRAs change no weight.")
     warned = report.warnings
     more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
-    remark = markup.note(warned[0] + more) if warned else ""
-    return markup.banner(text, good=report.verdict == "OK") + remark
+    remarks = [f"warning: {warned[0]}{more}"] if warned else []
+    remarks += [f"note: {text}" for text in report.notes]
+    return markup.banner(text, good=report.verdict == "OK") + "".join(map(markup.note, remarks))

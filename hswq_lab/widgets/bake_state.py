@@ -53,6 +53,8 @@ class Checked:
     """What one way of applying the LoRAs did.
 
     Attributes:
+        way: how they were applied.
+        setting: of all pictures: prompt, seed, steps, and the LoRAs with their strengths.
         report: the evidence, from the weights.
         before: the pack without LoRAs.
         after: the pack with them.
@@ -60,6 +62,7 @@ class Checked:
     """
 
     way: Way
+    setting: str
     report: BakeReport
     before: Image.Image
     after: Image.Image
@@ -158,7 +161,8 @@ class BakeState:
                 dressed, prompt, seed, part(progress, 340, 400, whole, "picture in 16 bits")
             ).image
         self.report = report
-        return Checked(way, report, before.image, after.image, wanted)
+        setting = f"“{prompt}”, seed {seed}, {self.steps} steps; with: {', '.join(report.loras)}"
+        return Checked(way, setting, report, before.image, after.image, wanted)
 
     @staticmethod
     def _put_on(

@@ -23,19 +23,19 @@ class Manners(anywidget.AnyWidget):
     The page keeps the controls' values, so they survive "restart kernel and run all cells", and nothing is written.
 
     Args:
-        subject: what the panel is about.
+        place: where the panel stands, the same after a restart; "" for one whose controls are not to be remembered.
         controls: name → control with a `value` that JSON can hold.
     """
 
     _esm = (files("hswq_lab") / "assets" / "panel.js").read_text(encoding="utf-8")
-    subject = traitlets.Unicode().tag(sync=True)
+    place = traitlets.Unicode().tag(sync=True)
     initial = traitlets.Dict().tag(sync=True)
     current = traitlets.Instance(Followed).tag(sync=True, **widget_serialization)
 
-    def __init__(self, subject: str, controls: Mapping[str, ipywidgets.Widget]) -> None:
+    def __init__(self, place: str, controls: Mapping[str, ipywidgets.Widget]) -> None:
         self._controls = dict(controls)
         values = self._read()
-        super().__init__(subject=subject, initial=values, current=Followed(value=values))
+        super().__init__(place=place, initial=values, current=Followed(value=values))
         self.on_msg(self._received)
         for control in self._controls.values():
             control.observe(self._keep, names="value")

@@ -18,7 +18,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.export import why_no_static_export
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.latest import Latest
-from hswq_lab.widgets.places import note_place
+from hswq_lab.widgets.places import note_place, place_of
 
 if TYPE_CHECKING:
     from hswq_lab.jobs import Job
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 FORMS: Final = ("png", "svg", "html", "csv", "json")
 _TICK = 0.1  # seconds between two repaints of the progress
+
+
+class AtWorkError(HswqError):
+    """Not now: the panel's work runs."""
 
 
 class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -40,6 +44,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         note: a line under the title, plain text.
         body: the panel's own widgets.
         css_class: a handle for style sheets and tests.
+        below: the part of the body that starts the work: progress, Cancel and errors stand under it; the last one by
+            default.
         folder: where exports are written.
     """
 
@@ -50,15 +56,17 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         body: Sequence[ipywidgets.Widget],
         *,
         css_class: str,
+        below: ipywidgets.Widget | None = None,
         folder: Path | str = "exports",
     ) -> None:
         self._folder = Path(folder).expanduser()
         self._name = css_class
-        self._work = Latest(self._job_changed)
+        self._work = Latest(self._work_changed)
         self._looking = Latest(self._beside)
         self._writing = Latest(self._beside, delay=0)
         self._painted = 0.0
         self._error_lock = threading.Lock()
+        self._passing = False
         self.errors = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
         self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
@@ -68,9 +76,13 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.export_buttons = {form: self._export_button(form) for form in FORMS}
         self._exports = ipywidgets.HBox(list(self.export_buttons.values()), layout={"display": "none"})
         head = ipywidgets.HTML(markup.style_sheet() + markup.heading(title, note))
-        frame = ipywidgets.HBox([self._running, self.status], layout={"align_items": "center"})
+        # As high without work as with it: what stands below is not to jump.
+        frame = ipywidgets.HBox(
+            [self._running, self.status], layout={"align_items": "center", "min_height": "36px"}
+        )
         self._title = title
-        self._parts = [head, *body, frame, self.errors, self._exports]
+        place = len(body) if below is None else list(body).index(below) + 1
+        self._parts = [head, *body[:place], frame, self.errors, *body[place:], self._exports]
         super().__init__(self._parts)
         self.add_class("hswq-panel")
         self.add_class(css_class)
@@ -89,7 +101,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             HswqError: work runs.
         """
         if self._work.busy:
-            raise HswqError("this panel is at work", fix="wait for the end of it, or press Cancel first")
+            raise AtWorkError("this panel is at work", fix="wait for the end of it, or press Cancel first")
         self.start(work, then)
 
     def look(self, work: Callable[..., Any], then: Callable[[Any], None]) -> None:
@@ -121,9 +133,15 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return safe
 
     def show_error(self, error: BaseException) -> None:
-        """Shows an exception until the next work starts."""
+        """Shows an exception until the next work starts; one that only work is the reason of until that ends."""
         with self._error_lock:
+            self._passing = isinstance(error, AtWorkError)
             self.errors.value = markup.error_box(error)
+
+    def _work_ended(self) -> None:
+        with self._error_lock:
+            if self._passing:
+                self.errors.value = ""
 
     def say(self, text: str) -> None:
         """Shows a line in the status."""
@@ -141,6 +159,11 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         note_place(self)
         shown: dict[str, Any] = super()._repr_mimebundle_(**options)
         return shown
+
+    def _work_changed(self, job: Job[Any]) -> None:
+        if job.state != "running":
+            self._work_ended()
+        self._job_changed(job)
 
     def _job_changed(self, job: Job[Any]) -> None:
         ended = job.state != "running"
@@ -176,7 +199,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             find_spec("anywidget") is not None
         ):  # keys, names and values are as ipywidgets leaves them otherwise
             manners = import_module("hswq_lab.widgets.manners").Manners(
-                f"{self._name}, {self._title}", controls
+                place_of(f"{self._name}, {self._title}"), controls
             )
             self.children = [*self._parts, manners]
 
@@ -198,6 +221,10 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """
         result = self.result()
         if result is None:
+            if self._work.busy:
+                raise AtWorkError(
+                    "there is nothing to export while this panel is at work", fix="wait for the end of it"
+                )
             raise HswqError("there is nothing to export yet", fix="run something first")
         if form in ("png", "svg") and (why := why_no_static_export()) is not None:
             raise HswqError("a static picture cannot be made here", found=why, fix="export HTML instead")
@@ -218,9 +245,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _exported(self, form: str, progress: Progress) -> Path:
         progress(0, 1, f"writing {form.upper()}")
-        path = self.export(form)
-        progress(1, 1, "written")
-        return path
+        return self.export(form)  # no tick behind it: a file that is there was not cancelled
 
 
 def _fresh(path: Path) -> Path:

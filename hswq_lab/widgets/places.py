@@ -1,7 +1,8 @@
-"""Where panels are shown: one whose last cell was run again or deleted would work on with no Cancel in sight."""
+"""Where panels are made and shown: what a page remembers of one, and when its work has no Cancel in sight any more."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,25 @@ class Cancellable(Protocol):
 
 
 _places: WeakKeyDictionary[Cancellable, dict[str, str]] = WeakKeyDictionary()  # → cell → run that showed it
+
+_made: dict[str, Counter[str]] = {}  # the last run of a cell → how many panels about each subject it has made
+
+
+def place_of(subject: str) -> str:
+    """Where a panel that is made now stands: its cell, its subject, and its number among those in this run of the cell.
+
+    It is the same after a restart, and where cells were inserted above. "" where nobody says which cell runs.
+    """
+    request = _request(get_ipython())
+    cell = request.get("metadata", {}).get("cellId")
+    if cell is None:
+        return ""
+    run = request["header"]["msg_id"]
+    if run not in _made:
+        _made.clear()
+    made = _made.setdefault(run, Counter())
+    made[subject] += 1
+    return f"{cell} {subject} {made[subject]}"
 
 
 def note_place(panel: Cancellable) -> None:

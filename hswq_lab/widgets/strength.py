@@ -123,11 +123,13 @@ class StrengthSlider(Panel):
         )
         self.pictures = ipywidgets.HTML(markup.note(_EMPTY))
         self.shown: Preview | None = None
+        what = ipywidgets.HBox([self.prompt, self.seed])
         super().__init__(
             f"{lora.name} on {pack.name}",
             "Drag the slider, or use the arrow keys. The LoRA runs as a branch beside the packed weights.",
-            [self.strength, ipywidgets.HBox([self.prompt, self.seed]), self.pictures],
+            [self.strength, what, self.pictures],
             css_class="hswq-strength",
+            below=what,
         )
         for control in (self.strength, self.prompt, self.seed):
             control.observe(self.guarded(self._request), names="value")
