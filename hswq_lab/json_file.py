@@ -21,13 +21,23 @@ def read_json(path: str | os.PathLike[str]) -> object:
     """
     path = path_of(path, "a JSON file")
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        return json_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HswqError("the file cannot be read", file=path, found=error) from error
-    except RecursionError as error:
-        raise HswqError("the file is not JSON", file=path, found="brackets nested too deeply") from error
     except ValueError as error:
         raise HswqError("the file is not JSON", file=path, found=str(error)[:200]) from error
+
+
+def json_of(text: str) -> object:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, is nested beyond reason, or says one thing twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError as error:
+        raise ValueError("brackets nested too deeply") from error
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:

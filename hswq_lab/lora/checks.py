@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hswq_lab.lora.entries import Entry, Tensors
+    from hswq_lab.lora.settings import PeftSettings
     from hswq_lab.lora.source import RawLora
 
 _SPREAD = 4.0  # effective scales that differ by this factor, or exceed it, are rarely meant
@@ -72,14 +73,29 @@ def refuse_fused_and_split(entries: Iterable[Entry], path: Path | None) -> None:
                 )
 
 
-def file_warnings(entries: Sequence[Entry], tensors: Tensors) -> tuple[str, ...]:
+def file_warnings(
+    entries: Sequence[Entry], tensors: Tensors, peft: PeftSettings | None = None
+) -> tuple[str, ...]:
     """What a user should know about the file's scales, in sentences."""
     return (
+        *_pattern_warning(entries, peft),
         *_text_encoder_warning(entries),
         *_spread_warning(entries),
         *_lokr_warning(entries),
         *(text for entry in entries for text in _block_diagonal_warning(entry, entries, tensors)),
     )
+
+
+def _pattern_warning(entries: Sequence[Entry], peft: PeftSettings | None) -> Iterable[str]:
+    """A pattern that matches nothing is misspelt, or its modules go by other names in the file."""
+    idle = (
+        [] if peft is None else peft.idle_patterns(each.module for each in entries if each.shape is not None)
+    )
+    if peft is not None and idle:
+        yield (
+            f"{len(idle)} patterns of alphas or ranks in {peft.origin} match no module of the file, which then has "
+            f"the common ones: {', '.join(idle[:3])}" + (", …" if idle[3:] else "")
+        )
 
 
 def _text_encoder_warning(entries: Sequence[Entry]) -> Iterable[str]:

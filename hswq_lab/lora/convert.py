@@ -13,7 +13,7 @@ from hswq_lab.arguments import path_of
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.parts import Dora, Full, Hada, Kron, LowRank, Part, Replacement
-from hswq_lab.lora.scales import PEFT_METADATA
+from hswq_lab.lora.settings import PEFT_METADATA
 from hswq_lab.lora.units import Unit, units_of
 
 if TYPE_CHECKING:

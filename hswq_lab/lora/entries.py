@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.parts import Axis, BiasPart, Dora, Full, Hada, Kron, LowRank, Part, Replacement
-from hswq_lab.lora.scales import (
-    PeftSettings,
-    Scale,
-    full_lokr_scale,
-    full_lokr_scale_by_alpha,
-    low_rank_scale,
-)
+from hswq_lab.lora.scales import Scale, full_lokr_scale, full_lokr_scale_by_alpha, low_rank_scale
 from hswq_lab.lora.source import HeldTensors, StoredTensors
 
 if TYPE_CHECKING:
@@ -21,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from hswq_lab.lora.settings import PeftSettings
 
 Tensors = StoredTensors | HeldTensors
 Kind = Literal["LoRA", "LoKr", "LoHa", "full delta", "replaced weight", "bias", "text encoder", "unknown"]

@@ -17,7 +17,8 @@ from hswq_lab.lora.entries import Entry, EntryBuilder, FullLokrScale, Tensors, b
 from hswq_lab.lora.matching import Coverage, Match, coverage_of, match_entries, refuse_mismatches, unplaced
 from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
-from hswq_lab.lora.scales import metadata_rank, peft_settings
+from hswq_lab.lora.scales import metadata_rank
+from hswq_lab.lora.settings import peft_settings
 from hswq_lab.lora.source import RawLora, check_values, identity, raw_from_tensors, read_raw
 from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, layers_of, weight_of
 
@@ -244,14 +245,14 @@ def _understood(raw: RawLora, full_lokr_scale: FullLokrScale) -> LoraFile:
         raise HswqError("unknown full_lokr_scale", found=repr(full_lokr_scale), expected="one or alpha/dim")
     refuse_unusable(raw)
     check_values(raw.tensors, raw.path)
-    peft = peft_settings(raw.metadata, raw.adapter_config)
+    peft = peft_settings(raw.metadata, raw.adapter_config, raw.path)
     builder = EntryBuilder(raw.tensors, raw.path, peft, metadata_rank(raw.metadata, peft), full_lokr_scale)
     entries = tuple(
         builder.entry(module, keys) if kind is None else Entry(module, kind, keys, why_not=why)
         for module, kind, keys, why in _grouped(raw)
     )
     refuse_fused_and_split(entries, raw.path)
-    warnings = raw.warnings + file_warnings(entries, raw.tensors)
+    warnings = raw.warnings + file_warnings(entries, raw.tensors, peft)
     differs = any(entry.scale.alternative is not None for entry in entries)
     sha256 = identity(raw, full_lokr_scale if differs and full_lokr_scale != "one" else "")
     return LoraFile(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hswq_lab.errors import HswqError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PEFT_METADATA = "lora_adapter_metadata"
+    from hswq_lab.lora.settings import PeftSettings
+
 _RANK_KEYS = ("ss_network_dim", "network_dim", "lora_dim", "dim", "rank", "r")
 
 
@@ -34,83 +34,12 @@ class Scale:
     alternative: float | None = None
 
 
-@dataclass(frozen=True)
-class PeftSettings:
-    """What PEFT writes about scales: in the header (`lora_adapter_metadata`) or in adapter_config.json.
-
-    For LoHa and LoKr PEFT calls alpha just `alpha`, and divides by the configured rank even where both
-    factors of a LoKr are full.
-    """
-
-    origin: str
-    alpha: float | None = None
-    rank: int | None = None
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    rank_pattern: Mapping[str, float] = field(default_factory=dict)
-    rslora: bool = False
-    dora: bool = False
-
-    def alpha_of(self, module: str) -> float | None:
-        """Alpha of a module, by its own pattern or the common one."""
-        return self._by_pattern(self.alpha_pattern, module, self.alpha)
-
-    def rank_of(self, module: str) -> float | None:
-        """Rank of a module, by its own pattern or the common one."""
-        return self._by_pattern(self.rank_pattern, module, self.rank)
-
-    def _by_pattern(self, patterns: Mapping[str, float], module: str, default: float | None) -> float | None:
-        """A pattern matches the whole name or its end after a dot, as in PEFT's get_pattern_key."""
-        for pattern, value in patterns.items():
-            try:
-                hit = re.match(rf"(.*\.)?({pattern})$", module)
-            except re.error as error:
-                raise HswqError(
-                    "a pattern is no regular expression", tensor=self.origin, found=pattern
-                ) from error
-            if hit:
-                return value
-        return default
-
-
-def peft_settings(metadata: Mapping[str, str], adapter_config: Mapping[str, Any]) -> PeftSettings | None:
-    """Reads PEFT's settings from a header or an adapter_config.json; the header wins. None if there are none.
-
-    diffusers flattens the settings of several parts into one object: `transformer.lora_alpha`, `text_encoder.r`.
-
-    Raises:
-        HswqError: settings that are there but make no sense.
-    """
-    origin, content = "adapter_config.json", dict(adapter_config)
-    if PEFT_METADATA in metadata:
-        origin = f"the header's {PEFT_METADATA}"
-        try:
-            content = json.loads(metadata[PEFT_METADATA])
-        except (ValueError, RecursionError) as error:
-            raise HswqError(
-                f"{PEFT_METADATA} is not valid JSON", found=metadata[PEFT_METADATA][:120]
-            ) from error
-        if not isinstance(content, dict):
-            raise HswqError(f"{PEFT_METADATA} is not a JSON object", found=type(content).__name__)
-    if not content:
-        return None
-    own = {key.removeprefix("transformer."): value for key, value in content.items()}
-    rank = _number(own.get("r"), f"r in {origin}")
-    return PeftSettings(
-        origin=origin,
-        alpha=_number(own.get("lora_alpha", own.get("alpha")), f"alpha in {origin}"),
-        rank=None if rank is None else int(rank),
-        alpha_pattern=_patterns(own.get("alpha_pattern"), f"alpha_pattern in {origin}"),
-        rank_pattern=_patterns(own.get("rank_pattern"), f"rank_pattern in {origin}"),
-        rslora=own.get("use_rslora") is True,
-        dora=own.get("use_dora") is True,
-    )
-
-
 def metadata_rank(metadata: Mapping[str, str], peft: PeftSettings | None) -> int | None:
     """The network's rank as the header states it (kohya's ss_network_dim and its kin), or None."""
     for key in _RANK_KEYS:
         text = metadata.get(key, "")
-        if re.fullmatch(r"\d+(\.0*)?", text) and float(text) > 0:
+        # No network has a rank of ten digits, and such a text has more of them than a float holds.
+        if re.fullmatch(r"\d{1,9}(\.0*)?", text) and float(text) > 0:
             return int(float(text))
     return None if peft is None else peft.rank
 
@@ -170,21 +99,3 @@ def _configured_lokr(module: str, alpha: float | None, peft: PeftSettings | None
         return None
     rule = f"alpha / r of {peft.origin} = {known:g} / {configured:g}"
     return Scale(known / configured, rule, known)
-
-
-def _patterns(value: object, what: str) -> dict[str, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise HswqError("a LoRA setting is not a JSON object", tensor=what, found=type(value).__name__)
-    return {str(key): _known_number(number, what) for key, number in value.items()}
-
-
-def _number(value: object, what: str) -> float | None:
-    return None if value is None else _known_number(value, what)
-
-
-def _known_number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise HswqError("a LoRA setting is not a number", tensor=what, found=repr(value)[:80])
-    return float(value)

@@ -14,12 +14,12 @@ from torch import Tensor
 from hswq_lab.checkpoint.header import DTYPES
 from hswq_lab.checkpoint.source import FileSource
 from hswq_lab.errors import HswqError
-from hswq_lab.lora.scales import PEFT_METADATA
+from hswq_lab.json_file import read_json
+from hswq_lab.lora.settings import ADAPTER_CONFIG, PEFT_METADATA
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FLOATS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -162,12 +162,7 @@ def _adapter_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     others = [p.name for p in path.parent.glob("*.safetensors") if p.name != path.name]
     if path.name != ADAPTER_WEIGHTS and others:
         return {}, (f"{ADAPTER_CONFIG} beside the file is not used: it may belong to {others[0]}",)
-    try:
-        content = json.loads(config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HswqError(
-            "the adapter's settings cannot be read", file=config_path, found=str(error)[:200]
-        ) from error
+    content = read_json(config_path)
     if not isinstance(content, dict):
         raise HswqError(
             "the adapter's settings are not a JSON object", file=config_path, found=type(content).__name__
