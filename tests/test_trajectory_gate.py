@@ -15,10 +15,12 @@ from hswq_lab.trajectory.gate import bootstrap_interval, judge
 from hswq_lab.trajectory.pictures import PictureDistance
 
 
-def traced(seed, final, *, drop=0.0, failed=False):
-    cosine = [final + drop, final]
-    ones, zeros = [1.0, 1.0], [0.0, 0.0]
-    mse = [0.0, math.nan] if failed else zeros
+def traced(seed, final, *, drop=0.0, failed=False, steps=12):
+    """Falls evenly from 1 to `final`, but for a last step that costs `drop` alone."""
+    slope = (1 - final - drop) / (steps - 1)
+    cosine = [1 - slope * k for k in range(1, steps)] + [final]
+    ones, zeros = [1.0] * steps, [0.0] * steps
+    mse = [*zeros[1:], math.nan] if failed else zeros
     return SeedTrace("tc", seed, "p", cosine, ones, mse, zeros, PictureDistance())
 
 
@@ -41,8 +43,8 @@ def test_one_bifurcation_fails_whatever_the_mean():
     verdict = judge("tc", [traced(seed, 0.999) for seed in range(19)] + [traced(5517, 0.93, drop=0.06)])
     assert verdict.mean > 0.99
     assert not verdict.passed
-    assert verdict.bifurcated == {5517: 1}
-    assert "bifurcation in seed 5517 (step 1)" in verdict.text
+    assert verdict.bifurcated == {5517: 11}
+    assert "bifurcation in seed 5517 (step 11)" in verdict.text
     assert verdict.worst_seed == 5517
 
 
@@ -71,8 +73,37 @@ def test_nineteen_good_seeds_and_one_that_failed():
 
 def test_a_seed_that_failed_in_the_middle_and_recovered_still_fails():
     verdict = judge("tc", [traced(1, 0.99), traced(2, 0.99, failed=True)])
-    assert verdict.failed == {2: 1}
+    assert verdict.failed == {2: 11}
     assert not verdict.passed
+
+
+def test_the_lowest_cosine_is_not_said_to_be_that_of_a_failed_seed():
+    verdict = judge("tc", [traced(1, 0.9948), traced(7, math.nan, failed=True)])
+    assert "min 0.9948 among them, worst seed 7, which failed, 0 of 2 bifurcated" in verdict.text
+
+
+def test_a_seed_that_ended_elsewhere_is_named_even_where_the_gate_passes():
+    """Twenty steps and more hide one bad seed in the mean; the reader is told what it is."""
+    fine = [traced(seed, 0.999) for seed in range(19)]
+    verdict = judge("tc", [*fine, traced(5517, 0.6)])
+    assert verdict.passed
+    assert verdict.astray == {5517: 0.6}
+    assert "passes the reference gate, but seed 5517 (0.6000) ended at another picture" in verdict.text
+    assert "worst seed 5517" in verdict.text
+    several = judge("tc", [*fine * 2, traced(1, 0.89), traced(2, 0.7)])
+    assert "but seeds 2 (0.7000), 1 (0.8900) ended at another picture" in several.text
+    assert "another picture" not in judge("tc", [*fine, traced(5517, 0.9)]).text
+
+
+def test_a_fall_over_a_twelfth_of_the_way_is_a_bifurcation_however_many_steps_that_takes():
+    """50 steps, none of which costs more than 0.02."""
+    fine = [traced(seed, 0.999, steps=50) for seed in range(19)]
+    verdict = judge("tc", [*fine, traced(5517, 0.05, steps=50)])
+    assert verdict.mean > 0.95
+    assert not verdict.passed
+    assert verdict.bifurcated == {5517: 2}
+    assert "1 of 20 bifurcated (a fall within 5 steps)" in verdict.text
+    assert judge("tc", [*fine, traced(5517, 0.7, steps=50)]).passed
 
 
 def test_every_seed_failed():

@@ -90,8 +90,9 @@ def test_unrelated_pictures_from_one_noise_show_in_x0_from_the_first_step(make_r
         ([1.0, 0.95, 0.9], 0.05, None),  # exactly the limit, within rounding of it, is not beyond it
         ([0.99, 0.93, 0.95], 0.06, 1),
         ([0.99, 0.98, 0.90, 0.80], 0.10, 2),
-        ([0.5, 0.6, 0.7], 0.0, None),  # it starts badly, but nothing falls: the mean will tell
-        ([0.9], 0.0, None),
+        ([0.5, 0.6, 0.7], 0.5, 0),  # both start from one noise: the first step alone parted them
+        ([0.9], 0.1, 0),
+        ([1.0], 0.0, None),
     ],
 )
 def test_drops_and_bifurcations(cosine, max_drop, step):
@@ -100,6 +101,21 @@ def test_drops_and_bifurcations(cosine, max_drop, step):
     assert found.max_drop == pytest.approx(max_drop, abs=1e-9)
     assert found.bifurcation_step == step
     assert found.bifurcated == (step is not None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "window"), [(1, 1), (4, 1), (12, 1), (13, 2), (24, 2), (25, 3), (28, 3), (50, 5)]
+)
+def test_more_than_twelve_steps_are_looked_at_in_windows_of_a_twelfth(steps, window):
+    found = traced([1 - 0.03 * k for k in range(steps)])
+    assert found.window == window
+    assert found.max_drop == pytest.approx(0.03 * min(window, steps - 1))
+    assert found.bifurcation_step == (None if window == 1 else 2)
+
+
+def test_a_window_forgives_no_fall_that_a_single_step_shows():
+    """It had come closer before it fell, so that both ends of the window are alike."""
+    assert traced([0.96, 0.96, 1.0, 0.94, *[0.94] * 10]).bifurcation_step == 3
 
 
 @pytest.mark.parametrize(("final", "same"), [(0.98, True), (0.9799999, False), (1.0, True)])

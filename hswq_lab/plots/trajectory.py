@@ -132,8 +132,10 @@ def _emphasised(trace: SeedTrace, measure: Measure, color: str, name: str) -> go
 
 def _bifurcations(traces: Sequence[SeedTrace]) -> go.Scatter:
     at = [(trace, trace.bifurcation_step) for trace in traces if trace.bifurcation_step is not None]
+    window = traces[0].window
+    within = "in a step" if window == 1 else f"within {window} steps"
     return go.Scatter(
-        name=f"bifurcation (cos falls by > {BIFURCATION_DROP} in a step)",
+        name=f"bifurcation (cos falls by > {BIFURCATION_DROP} {within})",
         legendgroup="bifurcation",
         mode="markers",
         marker={"symbol": "x", "size": 11, "color": style.INK, "line": {"color": style.PAPER, "width": 1}},

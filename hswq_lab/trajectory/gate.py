@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from hswq_lab.errors import HswqError
-from hswq_lab.trajectory.trace import SAME_IMAGE, SeedTrace
+from hswq_lab.trajectory.trace import ANOTHER_PICTURE, SAME_IMAGE, SeedTrace
 
 GATE_MEAN = 0.95
 """The reference gate: a mean final cosine of at least this, and no bifurcation."""
@@ -27,10 +27,12 @@ class VariantVerdict:
         seeds: how many seeds were run.
         mean: mean final cosine over the seeds that did not fail; NaN if all failed.
         interval: 95 % bootstrap interval of that mean; NaN where fewer than two seeds tell of one.
-        minimum: the lowest final cosine.
+        minimum: the lowest final cosine of the seeds that did not fail.
         worst_seed: the seed that has it; a failed seed is the worst.
         bifurcated: seed → step (from 0) of its first bifurcation.
         failed: seed → step (from 0) in which NaN or infinity first appeared.
+        astray: seed → final cosine below 0.9, the lowest first: it is another picture, bifurcation seen or not.
+        window: steps within which a fall of the cosine is a bifurcation.
     """
 
     variant: str
@@ -41,6 +43,8 @@ class VariantVerdict:
     worst_seed: int
     bifurcated: dict[int, int]
     failed: dict[int, int]
+    astray: dict[int, float] = field(default_factory=dict)
+    window: int = 1
 
     @property
     def passed(self) -> bool:
@@ -58,15 +62,25 @@ class VariantVerdict:
         low, high = self.interval
         good = self.seeds - len(self.failed)
         spread = "" if math.isnan(low) else f" [{low:.4f}, {high:.4f}]"
+        # A failed seed has no cosine: the lowest is that of another one.
+        worst = (
+            f" among them, worst seed {self.worst_seed}, which failed"
+            if self.failed
+            else f", worst seed {self.worst_seed}"
+        )
+        within = f" (a fall within {self.window} steps)" if self.window > 1 else ""
         figures = (
             f"final cosine mean {self.mean:.4f}{spread} over {good} {'seed' if good == 1 else 'seeds'}, "
-            f"min {self.minimum:.4f}, worst seed {self.worst_seed}, "
-            f"{len(self.bifurcated)} of {self.seeds} bifurcated"
+            f"min {self.minimum:.4f}{worst}, {len(self.bifurcated)} of {self.seeds} bifurcated{within}"
         )
         if not self.passed:
             return f"{self.variant}: fails the reference gate ({'; '.join(self._reasons())}); {figures}"
-        alike = ", same image on every seed" if self.same_image else ""
-        return f"{self.variant}: passes the reference gate{alike}; {figures}"
+        remark = ", same image on every seed" if self.same_image else ""
+        if self.astray:
+            ends = ", ".join(f"{seed} ({cosine:.4f})" for seed, cosine in self.astray.items())
+            which = "seed" if len(self.astray) == 1 else "seeds"
+            remark = f", but {which} {ends} ended at another picture"
+        return f"{self.variant}: passes the reference gate{remark}; {figures}"
 
     def _reasons(self) -> list[str]:
         reasons = []
@@ -137,6 +151,12 @@ def judge(variant: str, traces: Sequence[SeedTrace]) -> VariantVerdict:
         worst_seed=next(iter(failed), worst.seed if worst else traces[0].seed),
         bifurcated={t.seed: t.bifurcation_step for t in traces if t.bifurcation_step is not None},
         failed=failed,
+        astray={
+            trace.seed: trace.final_cos
+            for trace in sorted(good, key=lambda trace: trace.final_cos)
+            if trace.final_cos < ANOTHER_PICTURE
+        },
+        window=traces[0].window,
     )
 
 

@@ -77,7 +77,8 @@ class TrajectoryReport(Result):
         """One row a variant and seed.
 
         Columns: variant, seed, final_cos, max_drop, bifurcated, same_image, ssim, psnr, lpips if measured. What is
-        not known of a seed that failed is NaN, or None.
+        not known of a seed that failed is NaN, or None. max_drop is the biggest fall of the cosine within
+        `SeedTrace.window` steps.
         """
         columns = ["variant", "seed", "final_cos", "max_drop", "bifurcated", "same_image"]
         frame = pd.DataFrame([[getattr(t, name) for name in columns] for t in self.traces], columns=columns)

@@ -13,10 +13,16 @@ from hswq_lab.models.sampler import Run
 from hswq_lab.trajectory.pictures import PictureDistance
 
 BIFURCATION_DROP = 0.05
-"""The latent's cosine falling by more than this in one step is a bifurcation: it became another picture."""
+"""The latent's cosine falling by more than this within a window is a bifurcation: it became another picture."""
+
+THRESHOLD_STEPS = 12
+"""The number of steps that the threshold was set for: it is a fall within a twelfth of the way."""
 
 SAME_IMAGE = 0.98
 """From this final cosine on, two final latents are called the same image."""
+
+ANOTHER_PICTURE = 0.9
+"""Below this final cosine, two final latents are called different pictures."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +55,36 @@ class SeedTrace:
         return self.cos_latent[-1]
 
     @property
+    def window(self) -> int:
+        """Steps that a bifurcation may take, ⌈steps / 12⌉: one for up to 12 steps, a twelfth of the way for more.
+
+        More steps are smaller steps, and the same turn to another picture is spread over several of them.
+        """
+        return math.ceil(len(self.cos_latent) / THRESHOLD_STEPS)
+
+    @property
     def drops(self) -> list[float]:
-        """cos[k−1] − cos[k] of the latent after step k, for k = 1 … steps − 1."""
-        return [before - after for before, after in zip(self.cos_latent, self.cos_latent[1:], strict=False)]
+        """max(cos[k−window] … cos[k−1]) − cos[k] of the latent after each step k = 0 … steps − 1.
+
+        Before step 0 both runs have the same noise, whose cosine is 1.
+        """
+        states = [1.0, *self.cos_latent]
+        return [
+            max(states[max(0, after - self.window) : after]) - states[after]
+            for after in range(1, len(states))
+        ]
 
     @property
     def max_drop(self) -> float:
-        """The biggest fall of the cosine in a single step; 0 if it never falls, NaN (not known) if a step failed."""
+        """The biggest fall of the cosine within a window; 0 if it never falls, NaN (not known) if a step failed."""
         if self.failed_step is not None:
             return math.nan
         return max((drop for drop in self.drops if drop > 0), default=0.0)
 
     @property
     def bifurcation_step(self) -> int | None:
-        """The first step (counted from 0) whose drop is a bifurcation, None if there is none."""
-        return next((k for k, drop in enumerate(self.drops, start=1) if drop > BIFURCATION_DROP), None)
+        """The step (counted from 0) in which the first bifurcation is complete, None if there is none."""
+        return next((k for k, drop in enumerate(self.drops) if drop > BIFURCATION_DROP), None)
 
     @property
     def bifurcated(self) -> bool | None:
