@@ -247,7 +247,7 @@ def test_sources_and_references_in_other_units_are_refused(uneven, unrotated):
         calibrate(pack(smoothed, Plan({"layers.*": "nvfp4"})), uneven, **RUN)
 
 
-def test_a_smoothed_pack_is_checked_against_the_original_up_to_its_channels(uneven, unrotated, tmp_path):
+def test_a_smoothed_pack_is_checked_against_the_original_times_its_factors(uneven, unrotated, tmp_path):
     smoothed = smooth(uneven, unrotated)
     packed = save(pack(smoothed, Plan({"layers.*": "nvfp4"})), tmp_path / "pack.safetensors")
     report = check(packed, uneven)
@@ -265,6 +265,87 @@ def test_a_smoothed_pack_is_checked_against_the_original_up_to_its_channels(unev
         other = uneven.checkpoint.with_values({name: fault(uneven.checkpoint[name])})
         wrong = [finding.tensor for finding in check(packed, other).findings if finding.severity == "error"]
         assert wrong == [name]
+
+
+@pytest.fixture
+def otherwise(uneven):
+    """The model smoothed by activations of another prompt, and with its channels in another balance before that."""
+    other = observe(uneven, prompts=["other"], seeds=[4], steps=1, groups=dict.fromkeys(uneven.layers()))
+    other.mean_squares.update({name: power.flip(0) for name, power in other.mean_squares.items()})
+    return smooth(uneven, other)
+
+
+def faulty(which, checkpoint, uneven, otherwise, plan):
+    """Values that destroy a smoothed pack, all of them right in another file."""
+    plain, other = (pack(model, plan).checkpoint for model in (uneven, otherwise))
+    return {
+        "norms of the original": {name: plain[name] for name in checkpoint if "norm1.weight" in name},
+        "w2 of the unsmoothed pack": {name: plain[name] for name in checkpoint if name.endswith("w2.weight")},
+        "qkv smoothed otherwise": {name: other[name] for name in checkpoint if name.endswith("qkv.weight")},
+        "an adaLN bias, doubled": {
+            name: checkpoint[name] * 2 for name in checkpoint if name == "final_layer.adaLN_modulation.1.bias"
+        },
+        "exponents of zero": {
+            name: checkpoint[name] * 0 for name in checkpoint if name.endswith("qkv.smooth_columns")
+        },
+    }[which]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "int8_tensorwise", "float8_e4m3fn", "int8_tensorwise-unrotated"])
+def test_a_right_smoothed_pack_is_right_beside_every_source(uneven, unrotated, otherwise, tmp_path, kind):
+    once = smooth(uneven, unrotated)
+    twice = smooth(
+        once, observe(once, prompts=["third"], seeds=[5], steps=1, groups=dict.fromkeys(once.layers()))
+    )
+    packed = save(pack(twice, Plan({"layers.*": kind})), tmp_path / "pack.safetensors")
+    for source in (uneven, once, twice, otherwise):
+        report = check(packed, source)
+        assert [finding for finding in report.findings if finding.severity != "info"] == [], str(report)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "int8_tensorwise"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "norms of the original",
+        "w2 of the unsmoothed pack",
+        "qkv smoothed otherwise",
+        "an adaLN bias, doubled",
+        "exponents of zero",
+    ],
+)
+def test_a_destroyed_smoothed_pack_is_no_match_of_its_source(
+    uneven, unrotated, otherwise, tmp_path, which, kind
+):
+    plan = Plan({"layers.*": kind})
+    checkpoint = pack(smooth(uneven, unrotated), plan).checkpoint
+    values = faulty(which, checkpoint, uneven, otherwise, plan)
+    assert values
+    file = checkpoint.with_values(values).save(tmp_path / "pack.safetensors")
+    wrong = {finding.tensor for finding in check(file, uneven).findings if finding.severity == "error"}
+    assert wrong
+    assert wrong <= values.keys()
+    if which == "exponents of zero":
+        assert not check(file).ok
+    else:
+        assert wrong == values.keys()
+
+
+def test_a_pack_smoothed_before_there_were_exponents_cannot_be_checked_and_says_so(
+    uneven, unrotated, tmp_path
+):
+    smoothed = smooth(uneven, unrotated)
+    checkpoint = pack(smoothed, Plan({"layers.*": "nvfp4"})).checkpoint
+    older = {name: value for name, value in checkpoint.items() if ".smooth_" not in name}
+    file = checkpoint.rewritten(older, checkpoint.metadata).save(tmp_path / "pack.safetensors")
+    report = check(file, uneven)
+    assert report.ok, str(report)
+    [warning] = [finding for finding in report.findings if finding.severity == "warning"]
+    assert "nothing says by how much" in warning.problem
+    assert "layers.0.attention.qkv.weight" not in {layer.name for layer in report.layers}
+    report = check(file, smoothed)
+    assert report.ok
+    assert "layers.0.attention.qkv.weight" in {layer.name for layer in report.layers}
 
 
 def test_rotated_statistics_are_refused(uneven):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint.anything import as_checkpoint
+from hswq_lab.checkpoint.checkpoint import Checkpoint
 from hswq_lab.checkpoint.closeness import dense
 from hswq_lab.checkpoint.completeness import completeness
 from hswq_lab.checkpoint.findings import Finding, from_error
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import os
 
     from hswq_lab.checkpoint.anything import Anything
-    from hswq_lab.checkpoint.checkpoint import Checkpoint
     from hswq_lab.checkpoint.slots import Entry
     from hswq_lab.progress import Progress
 
@@ -121,8 +121,8 @@ class _Checker:
         self._slots = index.slots
         self._raw = {name: parts for name, slot in raw.items() if (parts := slot.stored_parts())}
         self._reading = reading or COMFY
-        shapes = {name: slot.entry.shape for name, slot in self._slots.items()}
-        self._origin = Origin(origin, opened.metadata, shapes)
+        file = Checkpoint(self._slots, metadata=opened.metadata, naming=opened.naming, path=path)
+        self._origin = Origin(origin, file)
         self.findings = list(index.findings)
         self.layouts: list[LayerLayout] = []
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from hswq_lab.checkpoint.baked import baked_in_words, baked_layers
 from hswq_lab.checkpoint.closeness import Closeness, closeness, dense
-from hswq_lab.checkpoint.findings import Finding
-from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, smoothed_names
-from hswq_lab.formats import PackedWeight
+from hswq_lab.checkpoint.findings import Finding, from_error
+from hswq_lab.checkpoint.rescaling import Rescaling
+from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, exponents, is_exponents, smoothed_names, tells_exponents
+from hswq_lab.errors import HswqError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hswq_lab.checkpoint.checkpoint import Checkpoint
     from hswq_lab.checkpoint.findings import Severity
     from hswq_lab.checkpoint.slots import Entry, Value
@@ -28,7 +27,7 @@ LEAST_COSINE_BAKED = 0.5  # with LoRAs in the layer: less means that they are 1.
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """One weight beside its source, unrotated; where smooth() rescaled channels, up to a factor for each.
+    """One weight beside its source, unrotated, in the units of the file's channels.
 
     Attributes:
         sqnr_db, cosine: see `Closeness`.
@@ -48,28 +47,51 @@ class Origin:
 
     Args:
         source: the 16-bit weights; None: nothing is compared.
-        metadata: the file's.
-        shapes: the file's, native name → logical shape.
+        file: what is compared with it.
     """
 
-    def __init__(
-        self, source: Checkpoint | None, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, source: Checkpoint | None, file: Checkpoint) -> None:
         self._source = source
         known = {} if source is None else source.metadata
-        self._loras = [lora for lora in baked_in_words(metadata) if lora not in baked_in_words(known)]
-        self._baked = baked_layers(metadata)
-        self._smoothed: frozenset[str] = frozenset()
-        if metadata.get(SMOOTH_KEY) != known.get(SMOOTH_KEY):
-            self._smoothed = smoothed_names(metadata, shapes) | smoothed_names(known, shapes)
+        self._loras = [lora for lora in baked_in_words(file.metadata) if lora not in baked_in_words(known)]
+        self._baked = baked_layers(file.metadata)
+        self._rescaling: Rescaling | None = None
+        self._incomparable: frozenset[str] = frozenset()
         self.layers: list[LayerCheck] = []
         self.findings: list[Finding] = []
         self._absent: list[str] = []
+        self._read_units(file)
+
+    def _read_units(self, file: Checkpoint) -> None:
+        """How the source's values come to the units of the file's channels, or why they are not compared."""
+        source = self._source
+        differ = source is not None and file.metadata.get(SMOOTH_KEY) != source.metadata.get(SMOOTH_KEY)
+        of_both = [file, source] if source is not None and differ else [file]
+        untold = any(SMOOTH_KEY in each.metadata and not tells_exponents(each) for each in of_both)
+        try:
+            if not untold:
+                exponents(file)
+            if source is not None and differ and not untold:
+                self._rescaling = Rescaling(file, source)
+        except HswqError as error:
+            self.findings.append(from_error(error, "smooth"))
+        if source is not None and differ and self._rescaling is None:
+            names = [smoothed_names(each.metadata, each.shapes()) for each in (file, source)]
+            self._incomparable = names[0] | names[1]
+        if self._incomparable and untold:
+            problem = (
+                "smooth() rescaled channels, and nothing says by how much: these tensors are not compared"
+            )
+            fix = "smooth and pack the 16-bit model again, or give the smoothed model as the source"
+            found = f"{len(self._incomparable)} tensors"
+            self.findings.append(Finding("warning", "smooth", problem, found=found, fix=fix))
 
     def wanted(self, name: str, value: Value | None) -> Tensor | None:
-        """The source's values for a name in the units of the file's value; None without a source or such a name."""
-        if self._source is None:
+        """The source's values for a name in the units of the file's value; None where nothing is compared."""
+        if self._source is None or name in self._incomparable:
             return None
+        if self._rescaling is not None and is_exponents(name):
+            return None  # the source's are others; the file's were held against its metadata
         if name not in self._source:
             if name.endswith(".weight"):
                 self._find("warning", "the source does not have this layer", name)
@@ -77,14 +99,9 @@ class Origin:
                 self._absent.append(name)
             return None
         wanted = dense(self._source[name])
-        if name not in self._smoothed or value is None or tuple(wanted.shape) != tuple(value.shape):
+        if self._rescaling is None or value is None or tuple(wanted.shape) != tuple(value.shape):
             return wanted
-        if isinstance(value, PackedWeight):
-            return _fitted(wanted, dense(value))
-        if name.endswith(".bias"):
-            return None  # 1 + b may have been rescaled
-        # Powers of two leave the mantissas: the source with the value's exponents.
-        return torch.ldexp(wanted.float().frexp()[0], value.float().frexp()[1])
+        return self._rescaling.values(name, wanted, dense(value))
 
     def compare(self, entry: Entry, values: Tensor, wanted: Tensor) -> None:
         """Notes how close a name's values are to those that are `wanted`, and a finding where they are too far."""
@@ -114,17 +131,22 @@ class Origin:
         elif not 0.8 < match.gain < 1.25:
             problem = "the layer has its source's direction but not its size: a scale is wrong"
             self._find("error", problem, name, f"source = {match.gain:.4g} × layer")
+        elif self._rescaling is not None and (misfits := self._rescaling.misfits(name, values, wanted)):
+            problem = (
+                "channels of the layer are not rescaled as the file says: it is of a model smoothed otherwise"
+            )
+            self._find("error", problem, name, f"{misfits} channels", "the source's, times their factors")
 
     def conclude(self) -> list[Finding]:
         """All findings, with what is true of the file as a whole."""
         if self._absent:
             problem = f"{len(self._absent)} tensors that the source does not have were not compared"
             self._find("info", problem, self._absent[0])
-        if self._smoothed:
+        if self._rescaling is not None:
             problem = (
-                "smooth() rescaled channels: where it did, the source is compared up to a factor for each"
+                "smooth() rescaled channels: the source is compared times the factors that the file gives"
             )
-            self.findings.append(Finding("info", "smooth", problem, found=f"{len(self._smoothed)} tensors"))
+            self.findings.append(Finding("info", "smooth", problem, found=f"{len(self._rescaling)} weights"))
         if self._loras:
             differing = sum(
                 self._has_loras(layer.name) and layer.sqnr_db != math.inf for layer in self.layers
@@ -170,15 +192,3 @@ def _alike(values: Tensor, wanted: Tensor) -> bool:
     kinds = [torch.finfo(tensor.dtype) for tensor in (values, wanted)]
     spacing, smallest = max(kind.eps for kind in kinds), max(kind.tiny * kind.eps for kind in kinds)
     return torch.allclose(values.float(), wanted.float(), rtol=spacing, atol=smallest)
-
-
-def _fitted(wanted: Tensor, values: Tensor) -> Tensor:
-    """The source [N, K] with every column, then every row, multiplied by what fits it to the values best.
-
-    Weights that are not each other's keep a cosine of about √(1/N + 1/K): the factors are far fewer than the values.
-    """
-    fitted = wanted.float()
-    for along in (0, 1):
-        power = fitted.square().sum(along, keepdim=True)
-        fitted = fitted * ((fitted * values).sum(along, keepdim=True) / power.clamp_min(1e-30))
-    return fitted

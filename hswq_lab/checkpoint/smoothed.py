@@ -52,6 +52,11 @@ def tells_exponents(checkpoint: Checkpoint) -> bool:
     return any(name.endswith(f".{COLUMNS}") for name in checkpoint)
 
 
+def is_exponents(name: str) -> bool:
+    """Whether a tensor holds exponents and is no parameter."""
+    return name.endswith((f".{COLUMNS}", f".{ROWS}"))
+
+
 def channel_factors(checkpoint: Checkpoint, layer: str) -> tuple[Tensor, Tensor]:
     """What smooth() multiplied a Linear's weight [N, K] by: rows fp32 [N], columns fp32 [K]; exact powers of two.
 
