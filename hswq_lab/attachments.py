@@ -19,6 +19,7 @@ from hswq_lab.declared import (
     refuse_absurd,
     refuse_baked,
     refuse_mixtures,
+    refuse_twice,
     refuse_other_units,
     refuse_unbranchable,
 )
@@ -88,6 +89,7 @@ class Attachments(Sequence[Attachment]):
         self._layers = layers
         self._items = tuple(items)
         refuse_mixtures(self._items)
+        refuse_twice(self._items)
         for item in self._items:
             refuse_baked(item, checkpoint)
             refuse_other_units(item, checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -33,7 +34,7 @@ class Attachment:
     Attributes:
         allow_unmatched: go on although keys of the file match no layer.
         allow_baked: go on although the checkpoint's metadata say that LoRAs are baked into it already: bake more
-            into it, or add one of them once more.
+            into it, or add one of them once more; or although a LoRA attached before shares its origin.
         verdict: of the evidence when it was attached; None if it has not been measured since it was declared.
 
     Raises (in the constructor):
@@ -96,13 +97,25 @@ def refuse_mixtures(items: Sequence[Attachment]) -> None:
             expected="the one 16-bit checkpoint that the pack was made from",
             fix="give the same source= to all of them",
         )
-    seen = [item.lora.sha256 for item in items]
-    for item in items:
-        if seen.count(item.lora.sha256) > 1:
+
+
+def refuse_twice(items: Sequence[Attachment]) -> None:
+    """One LoRA attached twice, or beside what it was converted or merged into, of which it is a part already."""
+    for before, item in combinations(items, 2):
+        if before.lora.sha256 == item.lora.sha256:
             raise HswqError(
                 "this LoRA is attached already",
                 file=item.lora.path,
                 fix="change its strength, or detach it first",
+            )
+        here, there = ({each.lora.sha256} | each.lora.made_of for each in (item, before))
+        if here & there and not item.allow_baked:
+            raise HswqError(
+                "one LoRA is in this one and in one that is attached already, and would apply twice",
+                file=item.lora.path,
+                tensor=item.lora.name,
+                found=f"both were made of it, or one of the other: {before.lora.name}, {item.lora.name}",
+                fix="detach the other one first, or say allow_baked=True (--allow-baked on the command line)",
             )
 
 
@@ -138,7 +151,8 @@ def refuse_other_units(item: Attachment, checkpoint: Checkpoint) -> None:
 def refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
     """A file that has LoRAs in it is no pristine pack: another bake, or the same LoRA again, would go unnoticed."""
     baked = baked_loras(checkpoint.metadata)
-    again = any(lora.sha256 in (item.lora.sha256, item.lora.file_sha256) for lora in baked)
+    own = {item.lora.sha256, item.lora.file_sha256} | item.lora.made_of
+    again = any(own & {lora.sha256, *lora.made_of} for lora in baked)
     if (
         not baked
         or (item.how == "branch" and not again)
@@ -149,7 +163,7 @@ def refuse_baked(item: Attachment, checkpoint: Checkpoint) -> None:
     allowed = "say allow_baked=True (--allow-baked on the command line)"
     if again:
         raise HswqError(
-            "this LoRA is baked into this file already and would apply twice",
+            "this LoRA, or one that it was made of or into, is baked into this file already and would apply twice",
             file=checkpoint.path,
             tensor=item.lora.name,
             found=found,

@@ -135,6 +135,13 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
 
 def _told(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> dict[str, object]:
     lora = item.lora
-    told = {"name": lora.name, "sha256": lora.sha256, "strength": item.strength, "how": item.how}
+    told: dict[str, object] = {
+        "name": lora.name,
+        "sha256": lora.sha256,
+        "strength": item.strength,
+        "how": item.how,
+    }
+    if lora.made_of:
+        told["made_of"] = sorted(lora.made_of)
     applied = lora.coverage(layers).in_words
     return told | ({"applied": applied} if applied else {})

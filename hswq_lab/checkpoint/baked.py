@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LORAS_KEY = "hswq.loras"
 """Metadata of a file: the LoRAs that are baked into it, a JSON list of name, sha256, strength, how,
+"made_of" with the hashes of LoRAs that one was converted or merged from,
 and "applied" where it is not all of its modules, as in "1 of 70 modules"."""
 
 SEEDS_KEY = "hswq.lora_seeds"
@@ -26,6 +27,7 @@ class BakedLora:
     Attributes:
         sha256: of the LoRA's own file, empty where the metadata do not tell it.
         applied: as in "1 of 70 modules"; empty where all of them are, or nothing is told.
+        made_of: sha256 of the LoRAs that it was converted or merged from.
     """
 
     name: str
@@ -33,6 +35,7 @@ class BakedLora:
     strength: float
     how: str
     applied: str = ""
+    made_of: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ×{self.strength:g} ({self.how})" + (f", {self.applied}" if self.applied else "")
@@ -52,6 +55,7 @@ def baked_loras(metadata: Mapping[str, str]) -> list[BakedLora]:
                 float(entry["strength"]),
                 str(entry["how"]),
                 str(entry.get("applied", "")),
+                tuple(map(str, entry.get("made_of", ()))),
             )
             for entry in json.loads(metadata.get(LORAS_KEY, "[]"))
         ]

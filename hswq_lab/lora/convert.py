@@ -14,6 +14,7 @@ from hswq_lab.errors import HswqError
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.parts import Dora, Full, Hada, Kron, LowRank, Part, Replacement
 from hswq_lab.lora.settings import PEFT_METADATA
+from hswq_lab.lora.source import CONVERTED_KEY
 from hswq_lab.lora.units import Unit, units_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def convert_lora(
     deltas = lora.deltas(layers)
     units = (unit for layer in deltas for unit in units_of(deltas[layer], split=to != "native"))
     metadata = {key: value for key, value in lora.metadata.items() if key != PEFT_METADATA}
-    return write_units(units, to, metadata | {"hswq.converted_from": f"{lora.name} sha256={lora.sha256}"})
+    return write_units(units, to, metadata | {CONVERTED_KEY: lora.ancestry(lora.name)})
 
 
 def save_lora(

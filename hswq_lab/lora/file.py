@@ -19,7 +19,7 @@ from hswq_lab.lora.parts import BiasPart, Part
 from hswq_lab.lora.report import LoraReport, LoraRow
 from hswq_lab.lora.scales import metadata_rank
 from hswq_lab.lora.settings import peft_settings
-from hswq_lab.lora.source import RawLora, check_values, identity, raw_from_tensors, read_raw
+from hswq_lab.lora.source import RawLora, check_values, identity, made_of, raw_from_tensors, read_raw
 from hswq_lab.lora.targets import HasLayers, LayerShapes, Target, TargetIndex, layers_of, weight_of
 
 if TYPE_CHECKING:
@@ -78,6 +78,18 @@ class LoraFile:
     warnings: tuple[str, ...]
     tensors: Tensors
     full_lokr_scale: FullLokrScale = "one"
+
+    @cached_property
+    def made_of(self) -> frozenset[str]:
+        """SHA-256 of the LoRAs that it was converted or merged from, and of those that these were made of."""
+        return made_of(self.metadata)
+
+    def ancestry(self, label: str) -> str:
+        """What a file that is made of this one says of it: `label`, its hash, and those of what it is made of."""
+        older = sorted((self.made_of | {self.file_sha256}) - {self.sha256})
+        return f"{label} sha256={self.sha256}" + (
+            f" (made of {', '.join(f'sha256={each}' for each in older)})" if older else ""
+        )
 
     @cached_property
     def strongest(self) -> tuple[str, float]:

@@ -16,6 +16,7 @@ from hswq_lab.lora.bake import total_delta
 from hswq_lab.lora.convert import Dialect, check_dialect, write_units
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.parts import LowRank
+from hswq_lab.lora.source import MERGED_KEY
 from hswq_lab.lora.targets import layers_of, weight_of
 from hswq_lab.lora.units import Unit
 from hswq_lab.models.names import diffusers_names
@@ -184,10 +185,10 @@ def merge_loras(
         )
     coverage = tuple(lora.coverage(layers) for lora, _ in loras)
     sources = "; ".join(
-        f"{lora.name} x{strength:g} sha256={lora.sha256}" + (f" ({found.in_words})" if found.left_out else "")
+        lora.ancestry(f"{lora.name} x{strength:g}") + (f" ({found.in_words})" if found.left_out else "")
         for (lora, strength), found in zip(loras, coverage, strict=True)
     )
-    tensors, metadata = write_units(units, to, {"hswq.merged_from": sources, "hswq.merged_rank": str(rank)})
+    tensors, metadata = write_units(units, to, {MERGED_KEY: sources, "hswq.merged_rank": str(rank)})
     return Merged(tensors, metadata, MergeReport(labels, rank, rows, cancelled, coverage))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+CONVERTED_KEY, MERGED_KEY = "hswq.converted_from", "hswq.merged_from"
+"""Metadata of a LoRA that this package wrote: names and hashes of those that it was made of."""
 FLOATS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 )
@@ -131,6 +134,12 @@ def identity(raw: RawLora, reading: str) -> str:
     if not config and not reading:
         return raw.sha256
     return hashlib.sha256(json.dumps([raw.sha256, config, reading], sort_keys=True).encode()).hexdigest()
+
+
+def made_of(metadata: Mapping[str, str]) -> frozenset[str]:
+    """SHA-256 of every LoRA that a converted or merged one was made of, and of those that these were made of."""
+    told = " ".join(metadata.get(key, "") for key in (CONVERTED_KEY, MERGED_KEY))
+    return frozenset(re.findall(r"\bsha256=([0-9a-f]{64})\b", told))
 
 
 def check_values(tensors: StoredTensors | HeldTensors, path: Path | None) -> None:
