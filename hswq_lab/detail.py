@@ -80,6 +80,7 @@ class LayerDetail(Result):
         tails: in both bases.
         sqnr_db: to the source, unrotated; None without one.
         cosine: likewise.
+        file: that it was read from; "in memory" without one.
     """
 
     name: str
@@ -95,10 +96,20 @@ class LayerDetail(Result):
     tails: list[Tails] = field(repr=False)
     sqnr_db: float | None = None
     cosine: float | None = None
+    file: str = "in memory"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a code: value, count."""
-        return pd.DataFrame({"value": self.code_values, "count": self.code_counts})
+        """One row a code: value, count; of a tensor, which has none, one a bin of |w| / rms: from, a count a basis."""
+        if self.code_values:
+            return pd.DataFrame({"value": self.code_values, "count": self.code_counts})
+        begins = [place * TAIL_END / TAIL_BINS for place in range(TAIL_BINS)]
+        return pd.DataFrame({"from": begins, **{tails.basis: tails.counts for tails in self.tails}})
+
+    def __str__(self) -> str:
+        """A line for a console: the file, the layer, how it is stored."""
+        stored = self.format if self.marker else f"not packed, {self.dtype}"
+        n, k = self.shape
+        return f"{self.file}: {self.name}, {stored}, {n} × {k}, {self.bits:.2f} bits a weight"
 
     @property
     def bits(self) -> float:
@@ -141,6 +152,7 @@ def layer_detail(weights: Anything, name: str, source: Anything | None = None) -
         tails=_both_bases(used, entry.group),
         sqnr_db=None if close is None else close.sqnr_db,
         cosine=None if close is None else close.cosine,
+        file=str(checkpoint.path or "in memory"),
     )
 
 

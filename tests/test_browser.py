@@ -346,6 +346,10 @@ def test_a_pack_is_opened_filtered_checked_and_exported_by_keyboard(lab):
     panel.get_by_label("file", exact=True).fill("nowhere.safetensors")
     panel.get_by_role("button", name="Open").click()
     panel.get_by_role("alert").filter(has_text="does not exist").wait_for()
+    (lab.server.root / "pack.safetensors").rename(lab.server.root / "my pack.safetensors")
+    panel.get_by_label("file", exact=True).fill("'my pack.safetensors'")
+    lab.page.keyboard.press("Enter")
+    panel.get_by_text("my pack.safetensors, 1").wait_for()
     assert lab.complaints == []
 
 

@@ -9,6 +9,7 @@ from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.detail import TAIL_BINS, layer_detail
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import pack_nibbles
+from hswq_lab.loading import save
 from hswq_lab.packing import pack_weight
 from hswq_lab.plots import detail_figure
 
@@ -97,3 +98,12 @@ def test_a_tensor_that_is_not_packed_says_its_dtype():
 def test_an_unknown_layer_is_refused(tiny_pack):
     with pytest.raises(HswqError, match="no such tensor"):
         layer_detail(tiny_pack, "layers.9.attention.qkv")
+
+
+def test_a_tensor_has_a_table_too_and_a_detail_names_its_file(tiny_model, tmp_path):
+    file = save(tiny_model, tmp_path / "plain.safetensors")
+    detail = layer_detail(file, "x_embedder")
+    table = detail.to_frame()
+    assert list(table) == ["from", *(tails.basis for tails in detail.tails)]
+    assert table["as it is used"].sum() == detail.shape[0] * detail.shape[1]
+    assert str(detail).startswith(f"{file}: x_embedder.weight, not packed")

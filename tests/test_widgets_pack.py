@@ -214,3 +214,100 @@ def test_names_are_ordered_as_people_count():
     state = PackState()
     state.open(Checkpoint.from_mapping({name: torch.ones(16, 16) for name in names}), None, silent)
     assert [row.name for row in state.rows(order="name")] == [names[0], names[2], names[1]]
+
+
+def opened(*what):
+    shown = PackExplorer(*what)
+    assert shown.wait(SOON)
+    return shown
+
+
+def test_the_open_file_is_named_whatever_the_boxes_say(pack_file, tmp_path):
+    shown = opened(pack_file)
+    shown._folder = tmp_path / "exports"
+    shown.path.value = "typo.safetensors"
+    shown.open_button.click()
+    assert shown.wait(SOON)
+    shown.layers.value = shown.layers.options[1]
+    assert shown.wait(SOON)
+    assert shown.errors.value == ""
+    assert str(pack_file) in shown.opened.value
+    assert str(pack_file) in shown.detail.value
+    assert pack_file.name in shown.figure.shown.layout.title.subtitle.text
+    assert json.loads(shown.export("json").read_text())["file"] == str(pack_file)
+    assert str(pack_file) in shown.export("html").read_text()
+
+
+def test_a_source_without_the_layer_says_so_and_how_many_it_has():
+    def weights(names):
+        return Checkpoint.from_mapping({name: torch.ones(16, 16) for name in names})
+
+    shown = opened(weights(["a.weight", "b.weight"]), weights(["b.weight", "c.weight"]))
+    assert "the source has no such layer" in shown.detail.value
+    assert "has 1 of these names" in shown.opened.value
+    shown.layers.value = "b.weight"
+    assert shown.wait(SOON)
+    assert "equal to the source" in shown.detail.value
+    assert "no source was given" in opened(weights(["a.weight"])).detail.value
+
+
+def test_a_restart_opens_file_and_source_again_and_only_what_was_open(pack_file, tiny_model, tmp_path):
+    other = Checkpoint.from_mapping({"a.weight": torch.ones(16, 16)}).save(tmp_path / "other.safetensors")
+    source = save(tiny_model, tmp_path / "source.safetensors")
+    before = opened(other)
+    before.path.value, before.source.value = str(pack_file), str(source)
+    before.open_button.click()
+    assert before.wait(SOON)
+    before.path.value, before.source.value = "typed", "but not opened"
+    kept = before.children[-1].current.value
+
+    shown = opened(other)
+    shown.children[-1]._received(None, {"event": "restore", "values": json.loads(json.dumps(kept))}, [])
+    assert shown.wait(SOON)
+    assert shown.errors.value == ""
+    assert (shown.path.value, shown.source.value) == (str(pack_file), str(source))
+    assert (shown.state.checkpoint.path, shown.state.source.path) == (pack_file, source)
+    assert "dB" in shown.detail.value
+
+
+def test_a_source_for_what_was_given_as_an_object_comes_back_too(tiny_pack, tiny_model, tmp_path):
+    source = save(tiny_model, tmp_path / "source.safetensors")
+    shown = opened(tiny_pack)
+    shown.children[-1]._received(None, {"event": "restore", "values": {"named": ["", str(source)]}}, [])
+    assert shown.wait(SOON)
+    assert shown.state.source.path == source
+    assert shown.state.checkpoint is tiny_pack.checkpoint
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_file_that_is_another_one_by_now_is_not_checked_in_its_stead(pack_file, how):
+    shown = opened(pack_file)
+    pack_file.unlink()
+    if how == "replaced":
+        Checkpoint.from_mapping({"a.weight": torch.ones(16, 16)}).save(pack_file)
+    shown.check_button.click()
+    assert shown.wait(SOON)
+    assert "since it was opened" in shown.errors.value
+    assert "PASSED" not in shown.findings.value
+    shown.layers.value = shown.layers.options[1]
+    assert shown.wait(SOON)
+    assert "since replaced" in shown.detail.value
+    if how == "replaced":
+        shown.open_button.click()
+        assert shown.wait(SOON)
+        shown.check_button.click()
+        assert shown.wait(SOON)
+        assert "PASSED" in shown.findings.value
+
+
+def test_a_path_may_be_quoted_and_an_empty_one_is_asked_for(pack_file):
+    shown = PackExplorer()
+    for typed in (f'"{pack_file}"', f" '{pack_file}' "):
+        shown.path.value = typed
+        shown.open_button.click()
+        assert shown.wait(SOON)
+        assert shown.errors.value == ""
+        assert shown.path.value == str(pack_file)
+    shown.path.value = " "
+    shown.open_button.click()
+    assert "no file is named" in shown.errors.value

@@ -61,6 +61,11 @@ class FileSource:
         except OSError:
             return False
 
+    @property
+    def current(self) -> bool:
+        """Whether what is under the path now is the file that was opened, unchanged."""
+        return self.is_file(self.path) and self._state() == self._stamp
+
     def read(self, info: TensorInfo) -> Tensor:
         """Read one tensor, shape and dtype as stored.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -14,7 +15,7 @@ from hswq_lab.plots import style
 if TYPE_CHECKING:
     from hswq_lab.detail import LayerDetail
 
-_TAILS = "tails of |w| / rms"
+_TAILS = "tails"  # of what, its axis says
 
 
 def detail_figure(detail: LayerDetail) -> go.Figure:
@@ -96,7 +97,9 @@ def _subtitle(detail: LayerDetail) -> str:
     n, k = detail.shape
     rotation = "not rotated" if detail.group is None else f"rotated in groups of {detail.group}"
     stored = style.format_name(detail.format) if detail.marker else f"not packed, {detail.dtype}"
-    parts = [f"{stored}, {n} × {k}, {rotation}, {detail.bits:.2f} bits a weight"]
+    parts = [
+        f"{style.text(Path(detail.file).name)}: {stored}, {n} × {k}, {rotation}, {detail.bits:.2f} bits a weight"
+    ]
     if detail.sqnr_db is not None:
         parts.append(closeness_text(detail))
     return "; ".join(parts)

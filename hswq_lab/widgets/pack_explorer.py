@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ipywidgets
+import traitlets
 
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.plots import contents_figure, detail_figure, style
-from hswq_lab.plots.detail import closeness_text
 from hswq_lab.plots.pack import stored_as
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.file_picker import FilePicker
@@ -31,6 +31,12 @@ _FINDING = {
 _LONGEST = 2000  # characters of a metadata value; all of it is in the JSON export
 
 
+class Named(traitlets.HasTraits):
+    """What is open, as it was named: file and source, "" for what was given as an object or not at all."""
+
+    value = traitlets.Tuple(("", ""))
+
+
 class PackExplorer(Panel):
     """Opens a checkpoint by path, from a list of files nearby, or as an object.
 
@@ -41,8 +47,10 @@ class PackExplorer(Panel):
 
     def __init__(self, what: Anything | None = None, source: Anything | None = None) -> None:
         self.state = PackState()
-        self._given_source = source
+        self._given, self._given_source = what, source
         shown = str(what) if isinstance(what, str | Path) else ""
+        self.named = Named(value=(shown, ""))
+        self._is_open = self.named.value
         wide = {"width": "420px"}
         self.path = ipywidgets.Text(
             value=shown,
@@ -70,7 +78,7 @@ class PackExplorer(Panel):
         self.descending = ipywidgets.Checkbox(
             description="descending", indent=False, layout={"width": "110px", "margin": "2px 2px 2px 14px"}
         )
-        self.count = ipywidgets.HTML()
+        self.opened, self.count = ipywidgets.HTML(), ipywidgets.HTML()
         self.layers = ipywidgets.Select(description="layer", rows=16, layout={"width": "400px"})
         self.detail = ipywidgets.HTML(layout={"flex": "1 1 280px", "min_width": "0"})
         self.figure = LiveFigure(style.placeholder("choose a layer"))
@@ -87,32 +95,56 @@ class PackExplorer(Panel):
         }
         self.tabs = ipywidgets.Tab(list(views.values()), titles=list(views))
         self._detail: LayerDetail | None = None
+        files = ipywidgets.HBox([self.path, self.open_button, self.browse_button])
+        form = ipywidgets.VBox([files, self.picker, self.source])
+        form.add_class("hswq-form")
         body = [
-            ipywidgets.HBox([self.path, self.open_button, self.browse_button]),
-            self.picker,
-            self.source,
+            form,
+            self.opened,
             ipywidgets.HBox(
                 [self.filter, self.order, self.descending, self.count], layout={"align_items": "center"}
             ),
             self.tabs,
         ]
         super().__init__("What is in a pack", "Only headers and scales are read until a layer is chosen.", body,
-                         css_class="hswq-pack")  # fmt: skip
-        self.open_button.on_click(self.guarded(lambda _: self.load(self.path.value.strip())))
+                         css_class="hswq-pack", below=form)  # fmt: skip
+        self.open_button.on_click(self.guarded(lambda _: self._open()))
         self.check_button.on_click(self.guarded(lambda _: self.start(self.state.check, self._show_findings)))
         self.browse_button.observe(self.guarded(lambda _: self._browse()), names="value")
         self.picker.enter_button.on_click(self.guarded(lambda _: self.picker.enter()))
         for control in (self.filter, self.order, self.descending):
             control.observe(self.guarded(lambda _: self._list()), names="value")
         self.layers.observe(self.guarded(self._choose), names="value")
-        self.mind(source=self.source, filter=self.filter, order=self.order, descending=self.descending)
+        self.named.observe(self.guarded(self._restore), names="value")
+        self.mind(named=self.named, filter=self.filter, order=self.order, descending=self.descending)
         if what is not None:
             self.load(what)
 
     def load(self, what: Anything) -> None:
         """Opens something else, with the source that the panel names."""
-        source = self.source.value.strip() or self._given_source
-        self.start(lambda progress: self.state.open(what, source, progress), self._opened)
+        named = (str(what) if isinstance(what, str | Path) else "", _path(self.source.value))
+        self.path.value, self.source.value = named
+        source = named[1] or self._given_source
+
+        def opened(report: InspectReport) -> None:
+            self._is_open = self.named.value = named
+            self._opened(report)
+
+        self.start(lambda progress: self.state.open(what, source, progress), opened)
+
+    def _open(self) -> None:
+        path = _path(self.path.value)
+        if not path:
+            raise HswqError("no file is named", fix="type its path, or choose it with Browse")
+        self.load(path)
+
+    def _restore(self, _change: object) -> None:
+        """Opens what the page remembers to have been open, with its source."""
+        path, source = self.named.value
+        what = path or self._given
+        if (path, source) != self._is_open and what is not None:
+            self.source.value = source
+            self.load(what)
 
     def _browse(self) -> None:
         self.picker.layout.display = "" if self.browse_button.value else "none"
@@ -127,6 +159,7 @@ class PackExplorer(Panel):
         return special or self.state.report
 
     def _opened(self, report: InspectReport) -> None:
+        self.opened.value = markup.facts(self.state.opened)
         self.map.show(contents_figure(report))
         self.metadata.value = markup.facts({key: _short(text) for key, text in report.metadata.items()})
         self.findings.value = markup.note("\n".join(report.warnings) or "no warnings from reading the header")
@@ -184,12 +217,14 @@ class PackExplorer(Panel):
     def _show_detail(self, detail: LayerDetail) -> None:
         self._detail = detail
         self.figure.show(detail_figure(detail))
+        replaced = ", since replaced, changed or removed on disk" if self.state.replaced else ""
         facts = {
+            "file": f"{detail.file}{replaced}",
             "format": detail.format if detail.marker else f"not packed, {detail.dtype}",
             "shape": " × ".join(map(str, detail.shape)),
             "rotation": detail.group or "none",
             "bytes": f"{detail.nbytes:,} ({detail.bits:.2f} bits a weight)",
-            "closeness": closeness_text(detail),
+            "closeness": self.state.closeness(detail),
             **{f"tails, {tails.basis}": f"block crest {tails.block_crest:.3f}" for tails in detail.tails},
             "marker": json.dumps(detail.marker) if detail.marker else "none",
             "findings": self.state.findings_of(detail.name),
@@ -206,6 +241,13 @@ class PackExplorer(Panel):
         self.findings.value = markup.banner(str(report).splitlines()[-1], good=report.ok) + listed
         if self._detail is not None:
             self._show_detail(self._detail)
+
+
+def _path(text: str) -> str:
+    """A path as it was typed, or pasted with the quotes of a shell or a file manager."""
+    bare = text.strip()
+    quoted = len(bare) > 1 and bare[0] == bare[-1] and bare[0] in "'\""
+    return bare[1:-1] if quoted else bare
 
 
 def _short(text: str) -> str:

@@ -11,6 +11,7 @@ from hswq_lab.checkpoint import Checkpoint, CheckReport, InspectReport, check, i
 from hswq_lab.checkpoint.anything import Anything, as_checkpoint
 from hswq_lab.detail import LayerDetail, layer_detail
 from hswq_lab.errors import HswqError
+from hswq_lab.plots.detail import closeness_text
 
 if TYPE_CHECKING:
     from hswq_lab.checkpoint.inspection import InspectRow
@@ -84,13 +85,51 @@ class PackState:
         progress(1, 1, name)
         return found
 
+    def closeness(self, detail: LayerDetail) -> str:
+        """How close a layer is to its source, or why that is not known."""
+        if self.source is not None and detail.name not in self.source:
+            return "the source has no such layer"
+        return closeness_text(detail)
+
+    @property
+    def opened(self) -> dict[str, str]:
+        """What is open and what it is compared with, in words; empty before."""
+        if self.report is None:
+            return {}
+        names = [row.name for row in self.report.rows]
+        told = {"open": f"{self.report.path}, {len(names)} names"}
+        if self.source is not None:
+            found = sum(name in self.source for name in names)
+            told["source"] = f"{self.source.path or 'in memory'}, has {found} of these names"
+        return told
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the file under the path is another one than that which is open, or none."""
+        return not all(source.current for source in self._opened().sources)
+
     def check(self, progress: Progress) -> CheckReport:
-        """Every rule on the whole file."""
+        """Every rule on the whole file.
+
+        Raises:
+            HswqError: it is no file, or another one by now.
+        """
         checkpoint = self._opened()
         if checkpoint.path is None:
             raise HswqError("only a file can be checked", fix="save it first, then open the file")
-        self.checked = check(checkpoint.path, self.source, progress=progress)
-        return self.checked
+        self._refuse_replaced(checkpoint.path)
+        checked = check(checkpoint.path, self.source, progress=progress)
+        self._refuse_replaced(checkpoint.path)
+        self.checked = checked
+        return checked
+
+    def _refuse_replaced(self, path: Path) -> None:
+        if self.replaced:
+            raise HswqError(
+                "the file was replaced, changed or removed since it was opened; what is shown is the old one",
+                file=path,
+                fix="press Open to read it again",
+            )
 
     def findings_of(self, name: str) -> str:
         """What the check said of a layer's own tensors, in words."""
