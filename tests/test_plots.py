@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -184,6 +185,23 @@ def test_impact_has_intervals_that_start_at_the_bar():
     low, high = impacts({"a": 1e-3}).of("a").interval
     assert bar.y[0] + bar.error_y.array[0] == pytest.approx(high)
     assert bar.y[0] - bar.error_y.arrayminus[0] == pytest.approx(low)
+
+
+def test_a_single_sample_has_no_interval_and_the_figure_says_so():
+    report = impacts({"a": 1e-3})
+    rows = [replace(row, samples=row.samples[:1]) for row in report.rows]
+    figure = impact_figure(replace(report, prompts=["a"], seeds=[1], rows=rows))
+    bar = figure.data[0]
+    assert not bar.error_y.visible
+    assert bar.customdata[0][2] == "no interval"
+    assert "1 seed, 4 steps: no interval from a single sample" in figure.layout.title.subtitle.text
+    assert impact_figure(report).data[0].customdata[0][2].startswith("[4.15e-04, ")
+
+
+@pytest.mark.parametrize("nvfp4", [0, 1, 2])
+def test_a_plan_of_one_format_is_named_in_the_legend_too(nvfp4):
+    report = impacts({"a": 1e-5, "b": 1e-3})
+    assert impact_figure(report, report.plan(nvfp4=nvfp4)).layout.showlegend
 
 
 def test_many_layers_lose_their_labels_not_their_bars():

@@ -371,3 +371,49 @@ def test_every_control_has_a_name():
     ):  # fmt: skip
         assert control.description
     panel.close()
+
+
+def test_a_button_does_not_throw_away_the_run_of_another(tiny_model):
+    panel = GemmBench({"16 bit": tiny_model}, steps=1)
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(*_):
+        inside.set()
+        assert go.wait(SOON)
+        return panel.state._keep("run", products(CPU))
+
+    panel.state.run = slow
+    panel.run_button.click()
+    assert inside.wait(SOON)
+    for button in (panel.picture_button, panel.run_button):
+        button.click()
+        assert "this panel is at work" in panel.errors.value
+    go.set()
+    assert panel.wait(SOON)
+    assert (panel.errors.value, panel.shown.value) == ("", "run")
+    panel.close()
+
+
+def test_what_a_folder_holds_besides_is_named_with_the_reason(tmp_path):
+    products().save(tmp_path / "h200.json")
+    (tmp_path / "notes.json").write_text('{"kernels": []}')
+    (tmp_path / "cut.json").write_text("{")
+    (tmp_path / "old.json").write_text('{"result": "GemmBench"}')
+    panel = GemmBench(results=str(tmp_path))
+    assert panel.errors.value == ""
+    assert panel.shown.options == ("h200",)
+    for told in (
+        "notes.json (this is no stored benchmark",
+        "cut.json (",
+        "not JSON",
+        "old.json (",
+        "lacks something",
+    ):
+        assert told in panel.loaded.value
+    panel.load(str(tmp_path / "h200.json"))
+    assert "skipped" not in panel.loaded.value
+    (tmp_path / "h200.json").unlink()
+    panel.load_button.click()
+    assert "no stored benchmark in this folder" in panel.errors.value
+    assert "notes.json" in panel.errors.value
+    panel.close()

@@ -2,6 +2,7 @@
 // drawn when its place on the page has a width, drawn again when that changes, and updated in place.
 const SHARED = Symbol.for("hswq_lab.plotly");
 const CONFIG = { displaylogo: false };
+const BAR = 34; // pixels at the right that plotly's tool bar covers
 
 function plotly(code) {
   if (!globalThis[SHARED]) {
@@ -15,7 +16,7 @@ function plotly(code) {
   return globalThis[SHARED];
 }
 
-// plotly breaks no lines: a subtitle wider than the plot would be cut off. Each further line gets the room it needs.
+// plotly breaks no lines: a subtitle wider than the plot would be cut off, or run under the tool bar. Each further line gets the room it needs.
 function fitted(layout, width) {
   const subtitle = layout.title?.subtitle;
   if (!subtitle?.text) return layout;
@@ -23,7 +24,7 @@ function fitted(layout, width) {
   const font = { size: 12, ...base.font, ...base.title?.subtitle?.font };
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = `${font.size}px ${font.family}`;
-  const room = width - 2 * (base.title?.pad?.l ?? 0);
+  const room = width - 2 * (base.title?.pad?.l ?? 0) - BAR;
   const lines = [""];
   for (const word of subtitle.text.split(" ")) {
     const line = `${lines.at(-1)} ${word}`.trim();

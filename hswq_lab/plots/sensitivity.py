@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -26,7 +27,7 @@ Order: TypeAlias = Literal["impact", "block", "kind"]
 def impact_figure(
     report: ImpactReport, plan: Plan | None = None, form: str = "nvfp4", order: Order = "impact"
 ) -> go.Figure:
-    """Impact of every layer in one format, with 95 % intervals, on a log axis.
+    """Impact of every layer in one format, on a log axis; with 95 % intervals where there are several seeds.
 
     Args:
         report: from `hl.sensitivity`.
@@ -41,7 +42,7 @@ def impact_figure(
         f"Impact of each layer in {style.format_name(form)}",
         "‖x − x_ref‖² / ‖x_ref‖² of the final latent with only this layer quantised; "
         f"{style.count(len(report.seeds), 'seed')}, {style.count(report.steps, 'step')}"
-        + (", 95 % interval of the mean" if len(report.seeds) > 1 else ""),
+        + (", 95 % interval of the mean" if len(report.seeds) > 1 else ": no interval from a single sample"),
         height=520 if len(layers) <= style.MOST_LABELS else 440,
     )
     for kind in dict.fromkeys(chosen.values()):
@@ -53,6 +54,7 @@ def impact_figure(
         _name_groups(figure, layers, order)
     figure.update_yaxes(style.DECADES, title="impact")
     style.legend_above(figure)
+    figure.update_layout(showlegend=plan is not None)  # a plan of one format as well
     return figure
 
 
@@ -91,6 +93,7 @@ def _name_groups(figure: go.Figure, layers: Sequence[str], order: Order) -> None
 
 def _bars(rows: Sequence[LayerImpact], kind: str, *, planned: bool) -> go.Bar:
     impacts = [row.impact for row in rows]
+    spans = [_span(row) for row in rows]
     count = "layer" if len(rows) == 1 else "layers"
     return go.Bar(
         name=f"{style.format_name(kind)}: {len(rows)} {count}" + (" of the plan" if planned else ""),
@@ -99,27 +102,38 @@ def _bars(rows: Sequence[LayerImpact], kind: str, *, planned: bool) -> go.Bar:
         marker={"color": style.format_color(kind)},
         error_y={
             "type": "data",
+            "visible": not all(math.isnan(high) for _, high in spans),  # gaps would be drawn as caps
             "symmetric": False,
-            "array": style.numbers(row.interval[1] - row.impact for row in rows),
-            "arrayminus": style.numbers(row.impact - row.interval[0] for row in rows),
+            "array": style.numbers(high - row.impact for row, (_, high) in zip(rows, spans, strict=True)),
+            "arrayminus": style.numbers(row.impact - low for row, (low, _) in zip(rows, spans, strict=True)),
             "color": style.SOFT,
             "thickness": 1,
             "width": 2,
         },
-        customdata=[[row.n, row.k, f"{row.interval[0]:.2e}", f"{row.interval[1]:.2e}"] for row in rows],
+        customdata=[[row.n, row.k, _bounds(span)] for row, span in zip(rows, spans, strict=True)],
         hovertemplate=(
-            "%{x}<br>impact %{y:.2e} [%{customdata[2]}, %{customdata[3]}]"
+            "%{x}<br>impact %{y:.2e}, %{customdata[2]}"
             "<br>N × K = %{customdata[0]} × %{customdata[1]}<extra></extra>"
         ),
     )
+
+
+def _span(row: LayerImpact) -> tuple[float, float]:
+    """The interval of a mean; NaN at both ends where the samples tell of none."""
+    low, high = row.interval
+    return (low, high) if math.isfinite(high) else (math.nan, math.nan)
+
+
+def _bounds(span: tuple[float, float]) -> str:
+    low, high = span
+    return "no interval" if math.isnan(high) else f"[{low:.2e}, {high:.2e}]"
 
 
 def pareto_figure(report: ParetoReport) -> go.Figure:
     """Measured packs: bits a weight against 1 − final cosine, mean and worst seed, the front joined."""
     figure = style.new_figure(
         "What the measured plans reach",
-        f"{report.model} in mode {report.mode}; {style.count(len(report.seeds), 'seed')}, "
-        f"{style.count(report.steps, 'step')}. Lower and further left is better.",
+        f"{report.model} in mode {report.mode}; {_rests_on(report)}. Lower and further left is better.",
     )
     _add_measured(figure, report)
     return figure
@@ -135,10 +149,10 @@ def plans_figure(
         chosen: the number of NVFP4 layers to mark.
         measured: from `hl.pareto`.
     """
+    beside = "" if measured is None else f"; measured plans: {_rests_on(measured)}"
     figure = style.new_figure(
         "Bits against closeness",
-        "each dot is a cut, predicted from independent errors; measured plans beside it. "
-        "Lower and further left is better.",
+        f"each dot is a cut, predicted from independent errors{beside}. Lower and further left is better.",
     )
     bits, cosines = zip(*predicted, strict=True)
     divergence = style.positive(1 - cos for cos in cosines)
@@ -166,6 +180,10 @@ def plans_figure(
     else:
         _add_measured(figure, measured)
     return figure
+
+
+def _rests_on(report: ParetoReport) -> str:
+    return f"{style.count(len(report.seeds), 'seed')}, {style.count(report.steps, 'step')}"
 
 
 def _add_measured(figure: go.Figure, report: ParetoReport) -> None:

@@ -75,6 +75,7 @@ class GemmBench(Panel):
             description="Time a whole picture", icon="picture-o", layout={"width": "200px"},
             disabled=not self.state.models, tooltip="make one picture several times with every model",
         )  # fmt: skip
+        self.loaded = ipywidgets.HTML()
         self.products = LiveFigure(style.placeholder("press Run, or load a stored result"))
         self.roofline = LiveFigure(style.placeholder("press Run, or load a stored result"))
         self.pictures = LiveFigure(style.placeholder(_NO_PICTURE))
@@ -95,11 +96,14 @@ class GemmBench(Panel):
             ipywidgets.HBox([self.device, self.dtype, self.repeats]),
             ipywidgets.HBox([self.backends, self.run_button]),
             ipywidgets.HBox([self.where, self.load_button]),
+            self.loaded,
             self.shown,
             self.summary,
             self.tabs,
         ]
-        super().__init__("Products and pictures, timed", _NOTE, body, css_class="hswq-gemm")
+        super().__init__(
+            "Products and pictures, timed", _NOTE, body, css_class="hswq-gemm", below=self.loaded
+        )
         self.run_button.on_click(self.guarded(lambda _: self.run()))
         self.load_button.on_click(self.guarded(lambda _: self.load(self.where.value)))
         self.picture_button.on_click(self.guarded(lambda _: self.run_pictures()))
@@ -117,21 +121,24 @@ class GemmBench(Panel):
         """Times what the controls describe."""
         shapes, rows, device, dtype = self.shapes.value, self.rows.value, self.device.value, self.dtype.value
         backends, repeats = list(self.backends.value), int(self.repeats.value)
-        self.start(
+        self.begin(
             lambda progress: self.state.run(shapes, rows, device, dtype, backends, repeats, progress),
             self._refresh,
         )
 
     def run_pictures(self) -> None:
         """Times a whole picture with every model that was given."""
-        self.start(lambda progress: self.state.run_pictures(self._picture_steps, progress), self._refresh)
+        self.begin(lambda progress: self.state.run_pictures(self._picture_steps, progress), self._refresh)
 
     def load(self, where: str) -> None:
         """Loads a stored result or a folder of them."""
-        self.errors.value = self.status.value = ""
-        names = self.state.load(where)
+        self.errors.value = self.loaded.value = ""
+        names, skipped = self.state.load(where)
         self._refresh(next((name for name in names if name in self.state.products), names[0]))
-        self.say(f"loaded: {', '.join(names)}")
+        told = {"loaded": ", ".join(names)}
+        if skipped:
+            told["skipped"] = "; ".join(f"{name} ({why})" for name, why in skipped.items())
+        self.loaded.value = markup.facts(told)
 
     def result(self) -> bench.Bench | None:
         """The pictures on their tab, else the products that are shown."""

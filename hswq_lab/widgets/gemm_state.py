@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 
@@ -15,12 +15,26 @@ from hswq_lab.errors import HswqError
 from hswq_lab.model import named_models
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
 
     from hswq_lab.model import Model
     from hswq_lab.progress import Progress
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
+
+
+class Loaded(NamedTuple):
+    """What was found at a place.
+
+    Attributes:
+        names: of the results that were read.
+        skipped: name of another file → why it was not.
+    """
+
+    names: list[str]
+    skipped: dict[str, str]
 
 
 class GemmState:
@@ -118,18 +132,17 @@ class GemmState:
             "this machine, pictures", bench.bench_model(self.models, steps=steps, progress=progress)
         )
 
-    def load(self, where: str) -> list[str]:
-        """Reads a stored result, or every one of a folder; returns the names.
+    def load(self, where: str) -> Loaded:
+        """Reads a stored result, or every one of a folder; files of a folder that are none are skipped.
 
         Raises:
             HswqError: nothing is there, or it is no benchmark.
         """
         path = path_of(where.strip(), "a stored benchmark, or a folder of them,")
-        found = bench.read_benches(path) if path.is_dir() else {path.stem: bench.read_bench(path)}
-        if not found:
-            raise HswqError("there is no stored benchmark in this folder", file=path)
+        skipped: dict[str, str] = {}
+        found = _read_folder(path, skipped) if path.is_dir() else {path.stem: bench.read_bench(path)}
         self.results |= found
-        return list(found)
+        return Loaded(list(found), skipped)
 
     def gains(self, products: bench.GemmBench) -> pd.DataFrame:
         """What is left of a product's speed-up in a whole picture, see `bench.gains`."""
@@ -139,6 +152,22 @@ class GemmState:
         self.results.pop(name, None)  # the newest is the last
         self.results[name] = result
         return name
+
+
+def _read_folder(folder: Path, skipped: dict[str, str]) -> dict[str, bench.Bench]:
+    """The results of a folder; `skipped` takes the other files, with why they are none."""
+    found: dict[str, bench.Bench] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            found[file.stem] = bench.read_bench(file)
+        except HswqError as error:
+            skipped[file.name] = f"{error.problem}: {error.found}" if error.found else error.problem
+    if not found:
+        told = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+        raise HswqError(
+            "there is no stored benchmark in this folder", file=folder, found=told or "no .json file"
+        )
+    return found
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from hswq_lab.widgets.places import note_place, place_of
 if TYPE_CHECKING:
     from hswq_lab.jobs import Job
     from hswq_lab.progress import Progress
+    from hswq_lab.quantize import Plan
     from hswq_lab.results import Result
 
 FORMS: Final = ("png", "svg", "html", "csv", "json")
@@ -205,7 +206,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     # -- exports ---------------------------------------------------------------------------------------------
 
-    def result(self) -> Result | None:
+    def result(self) -> Result | Plan | None:
         """What the export buttons write; None while there is nothing."""
         return None
 
@@ -228,7 +229,11 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             raise HswqError("there is nothing to export yet", fix="run something first")
         if form in ("png", "svg") and (why := why_no_static_export()) is not None:
             raise HswqError("a static picture cannot be made here", found=why, fix="export HTML instead")
-        return result.save(_fresh(self._folder / f"{self._name}.{form}"))
+        return result.save(_fresh(self._folder / f"{self.export_name()}.{form}"))
+
+    def export_name(self) -> str:
+        """The name of an exported file, without its suffix and without the number that makes it fresh."""
+        return self._name
 
     def _export_button(self, form: str) -> ipywidgets.Button:
         button = ipywidgets.Button(

@@ -73,7 +73,7 @@ class TrajectoryViewer(Panel):
             max=0,
             description="step",
             continuous_update=False,
-            layout={"width": "560px"},
+            layout={"width": "auto", "max_width": "560px"},
             tooltip="step of the run, from 0",
         )
         self.pictures = ipywidgets.HTML()
