@@ -23,7 +23,7 @@ _PATIENCE = 0.3  # seconds: someone who writes a few lines, or looks whether thi
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a small file whole or not at all, and the folders that lead to it.
+    """Writes a small file whole or not at all, and the folders that lead to it; a link there is replaced.
 
     Raises:
         HswqError: it cannot be written; what was there before is still there (but see `PartialFile.commit`).
@@ -45,14 +45,15 @@ class PartialFile:
     into the folder, whatever its target, removes it. Two runs with one target: the second is refused.
 
     Args:
-        target: where the file is to appear; its folder must exist.
+        target: where the file is to appear; its folder must exist. A link there is replaced, never written through.
 
     Raises:
         HswqError: the target is a folder, cannot be written, or is being written by another run.
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = Path(os.path.realpath(target))  # a link keeps being a link, its file is replaced
+        # A link at this name is replaced, and what it leads to stays as it is: it may be part of something else.
+        self.target = Path(os.path.realpath(target.parent), target.name)
         self._path = self.target.with_name(_hidden(self.target.name))
         if self.target.is_dir():
             raise HswqError("the target is a folder", file=target, fix="name a file in it")

@@ -141,3 +141,88 @@ def test_small_parts_do_not_wait_in_memory_for_the_digest(tmp_path, monkeypatch)
     monkeypatch.setattr(data_file.DataFile, "add", counted)
     split(tmp_path, 1)
     assert max(held) == 4 * ROWS
+
+
+def whole(folder, number):
+    return write(folder / "x.safetensors", [("w0", torch.full((ROWS,), float(number)))], METADATA)
+
+
+def test_a_save_replaces_one_of_the_same_name_whether_whole_or_split(tmp_path):
+    (tmp_path / "x-lora.safetensors").write_bytes(b"of somebody else")
+    for number, saved in enumerate((split, whole, split, whole)):
+        saved(tmp_path, number)
+        (tmp_path / "x-lora.safetensors").rename(tmp_path / "aside")
+        assert float(Checkpoint.open(tmp_path)["w0"][0]) == number
+        (tmp_path / "aside").rename(tmp_path / "x-lora.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-lora.safetensors", "x.safetensors"]
+
+
+def test_a_folder_with_a_whole_and_a_split_save_of_one_name_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    split(tmp_path, 1)
+    whole(tmp_path / "other", 2).rename(tmp_path / "x.safetensors")
+    with pytest.raises(HswqError, match="twice: as a whole file and as parts"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "x.safetensors.index.json").unlink()  # a removal that was killed
+    with pytest.raises(HswqError, match="twice: as a whole file and as parts"):
+        Checkpoint.open(tmp_path)
+    whole(tmp_path, 3)
+    assert float(Checkpoint.open(tmp_path)["w0"][0]) == 3
+
+
+def test_parts_of_others_are_not_removed_by_a_whole_save(tmp_path):
+    index = split(tmp_path, 1)
+    for part in tmp_path.glob("x-*"):
+        save(part, load_file(part))
+    told = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": told["weight_map"]}))
+    before = {path.name for path in tmp_path.iterdir()}
+    whole(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "x.safetensors"}
+    with pytest.raises(HswqError, match="twice: as a whole file and as parts"):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_parts_that_are_read_from_are_not_removed_by_a_whole_save(tmp_path):
+    index = split(tmp_path, 1)
+    with pytest.raises(HswqError, match="being read"):
+        Checkpoint.open(index).save(tmp_path / "x.safetensors")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["m-00001-of-00002", "m-00002-of-00003"],
+        ["m-00001-of-00002", "m-00002-of-00002", "m-1-of-2"],
+        ["m-00001-of-00002", "m-00002-of-00002", "m-00001-of-00001"],
+    ],
+)
+def test_parts_of_others_that_do_not_belong_together_are_refused(tmp_path, names):
+    for number, name in enumerate(names):
+        save(tmp_path / f"{name}.safetensors", {f"w{number}": torch.zeros(2)})
+    with pytest.raises(HswqError, match="parts of more than one checkpoint"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["links", "hub"])
+def test_a_split_save_over_links_leaves_what_they_lead_to(tmp_path, layout):
+    """Links of a second folder, or of a revision in a hub's cache, as their files are shared with others."""
+    real, mine = tmp_path / "real", tmp_path / "mine"
+    if layout == "hub":
+        real, mine = tmp_path / "hub" / "snapshots" / "r1", tmp_path / "hub" / "snapshots" / "r2"
+    real.mkdir(parents=True)
+    mine.mkdir()
+    split(real, 1)
+    for path in list(real.iterdir()):
+        if layout == "hub":
+            blob = tmp_path / "hub" / "blobs" / f"hash of {path.name}"
+            blob.parent.mkdir(exist_ok=True)
+            path.rename(blob)
+            path.symlink_to(blob)
+        (mine / path.name).symlink_to(path.resolve())
+    (mine / "x-00001.safetensors").symlink_to(real / "nothing")  # a name that parts have in the making
+    split(mine, 2)
+    for folder, number in ((real, 1), (mine, 2)):
+        assert float(Checkpoint.open(folder / "x.safetensors.index.json")["w0"][0]) == number
+    assert not any(path.is_symlink() for path in mine.glob("x-*-of-*"))

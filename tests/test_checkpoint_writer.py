@@ -188,13 +188,24 @@ def test_a_shape_that_only_the_caller_knew_gets_into_the_marker(tmp_path):
     assert Checkpoint.open(target)["a.weight"].same_bits(packed)
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
     real = save(tmp_path / "real.safetensors", {"old": torch.zeros(1)})
-    link = tmp_path / "link.safetensors"
+    link, dangling = tmp_path / "link.safetensors", tmp_path / "dangling.safetensors"
     link.symlink_to(real)
-    write(link, [("new", torch.zeros(1))])
-    assert link.is_symlink()
-    assert list(Checkpoint.open(real)) == ["new"]
+    dangling.symlink_to(tmp_path / "nothing.safetensors")
+    for target in (link, dangling):
+        write(target, [("new", torch.zeros(1))])
+        assert not target.is_symlink()
+        assert list(Checkpoint.open(target)) == ["new"]
+    assert list(Checkpoint.open(real)) == ["old"]
+    assert not (tmp_path / "nothing.safetensors").exists()
+
+
+def test_a_folder_that_is_a_link_is_written_into(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link" / "x.safetensors", [("new", torch.zeros(1))])
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["x.safetensors"]
 
 
 def test_the_file_that_is_read_from_is_never_overwritten(tmp_path):

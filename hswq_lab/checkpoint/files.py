@@ -62,22 +62,15 @@ def _in_folder(folder: Path) -> FileSet:
     if (folder / "transformer").is_dir():
         folder = folder / "transformer"
     indexes = sorted(folder.glob("*.index.json"))
-    if len(indexes) == 1:
-        return _from_index(indexes[0])
     files = sorted(folder.glob("*.safetensors"))
     parts = [(match, file) for file in files if (match := _SHARD.match(file.name))]
     whole = [file for file in files if not _SHARD.match(file.name)]
     stems = {match["stem"] for match, _ in parts}
+    if len(indexes) == 1:
+        split = _from_index(indexes[0])
+        return _the_only_one(split, indexes[0].name.removesuffix(INDEX_SUFFIX), folder)
     if not indexes and len(stems) == 1:
-        # A complete set of parts without an index; other files beside it (LoRAs, a text encoder) are
-        # something else.
-        numbers = {int(match["number"]): file for match, file in parts}
-        count = int(parts[0][0]["count"])
-        if sorted(numbers) != list(range(1, count + 1)):
-            raise HswqError(
-                "parts of the checkpoint are missing", file=folder, found=sorted(numbers), expected=count
-            )
-        return FileSet([numbers[number] for number in sorted(numbers)])
+        return _the_only_one(FileSet(_all_parts(folder, parts)), next(iter(stems)), folder)
     if not indexes and not parts and len(whole) == 1:
         return FileSet(whole)
     candidates = ", ".join(file.name for file in [*indexes, *files]) or "no .safetensors file"
@@ -88,6 +81,37 @@ def _in_folder(folder: Path) -> FileSet:
         expected="one .safetensors file, one *.index.json, or a transformer/ folder with one",
         fix="give the file itself",
     )
+
+
+def _the_only_one(split: FileSet, stem: str, folder: Path) -> FileSet:
+    """Parts, unless a whole file of the same name lies beside them: one of the two is an older save."""
+    whole = folder / f"{stem}.safetensors"
+    if whole.is_file() and whole not in split.files:
+        raise HswqError(
+            "the folder holds a checkpoint of one name twice: as a whole file and as parts",
+            file=folder,
+            found=f"{whole.name} and {split.files[0].name}",
+            fix="give the file or the index itself, or take the older one away",
+        )
+    return split
+
+
+def _all_parts(folder: Path, parts: list[tuple[re.Match[str], Path]]) -> list[Path]:
+    """A complete set of parts without an index; other files beside it (LoRAs, a text encoder) are something else."""
+    counts = {int(match["count"]) for match, _ in parts}
+    numbers = {int(match["number"]): file for match, file in parts}
+    if len(counts) > 1 or len(numbers) < len(parts):
+        raise HswqError(
+            "parts of more than one checkpoint are in the folder, and no index says which belong together",
+            file=folder,
+            found=", ".join(file.name for _, file in parts)[:500],
+            fix="take away those of the other one",
+        )
+    if sorted(numbers) != list(range(1, max(counts) + 1)):
+        raise HswqError(
+            "parts of the checkpoint are missing", file=folder, found=sorted(numbers), expected=max(counts)
+        )
+    return [numbers[number] for number in sorted(numbers)]
 
 
 def _from_index(path: Path) -> FileSet:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hswq_lab.arguments import path_of, whole
 from hswq_lab.checkpoint.data_file import DataFile
 from hswq_lab.checkpoint.files import CONTENT_KEY, INDEX_SUFFIX
-from hswq_lab.checkpoint.header import metadata_text
+from hswq_lab.checkpoint.header import metadata_text, read_header
 from hswq_lab.checkpoint.markers import (
     MARKER_SUFFIX,
     METADATA_KEY,
@@ -58,7 +58,8 @@ def write(
     """Write a checkpoint in the ComfyUI layout: tensors and markers of packed layers, and the header's list.
 
     Items are taken one by one and forgotten once written, so a generator streams a model of any size. The
-    same items give the same bytes. A file appears under its name complete or not at all.
+    same items give the same bytes. A file appears under its name complete or not at all; what an earlier save had
+    under this name, whole or split, goes once the new one is there. Links are replaced, never written through.
 
     Args:
         path: the file to write; with `max_shard_bytes` the name that the parts and the index are derived
@@ -83,7 +84,7 @@ def write(
     if max_shard_bytes is not None:
         whole(max_shard_bytes, "the size of a part")
     if source is not None:
-        _refuse_to_replace(source, [target] if max_shard_bytes is None else [target, *_split_files(target)])
+        _refuse_to_replace(source, [target, *_split_files(target)])
     if metadata is None:
         metadata = source.metadata if source is not None else {}
     text = {str(key): metadata_text(value) for key, value in metadata.items()}
@@ -129,7 +130,26 @@ def _write_one(target: Path, items: Iterable[tuple[str, Value]], layout: _Layout
                 file.add(stored, tensor, small=small)
         file.finish(layout.take_metadata())
         file.commit()
+    _remove_split(target)
     return target
+
+
+def _remove_split(target: Path) -> None:
+    """Removes a split save of this name, if we wrote it: parts of others stay, and the folder is refused as ambiguous.
+
+    A run that is killed in between leaves a folder that is refused, too; the next one removes the rest.
+    """
+    index, *parts = _split_files(target)
+    if parts and all(map(_is_ours, parts)):
+        for file in (index, *parts):
+            file.unlink(missing_ok=True)
+
+
+def _is_ours(part: Path) -> bool:
+    try:
+        return CONTENT_KEY in read_header(part).metadata
+    except HswqError:
+        return False
 
 
 def _write_shards(target: Path, items: Iterable[tuple[str, Value]], layout: _Layout, limit: int) -> Path:
@@ -161,7 +181,7 @@ def _write_shards(target: Path, items: Iterable[tuple[str, Value]], layout: _Lay
 
 
 def _publish(target: Path, shards: list[DataFile], weight_map: Mapping[str, int], content: str) -> Path:
-    """Gives finished parts their names, then writes the index, then removes what an earlier one had.
+    """Gives finished parts their names, then writes the index, then removes what an earlier save of this name had.
 
     A run that is killed in between leaves parts of two saves: their digests differ, so nobody reads the mixture.
     """
@@ -177,9 +197,9 @@ def _publish(target: Path, shards: list[DataFile], weight_map: Mapping[str, int]
     }
     index, *parts = _split_files(target)
     write_text(index, json.dumps(told, indent=1))
-    for part in parts:  # of an earlier, otherwise split file of this name: the index that named them is gone
-        if part.name not in names:
-            part.unlink(missing_ok=True)
+    for old in (*parts, target):  # the index that named them is gone; a whole file of this name is older
+        if old.name not in names and not old.is_dir():
+            old.unlink(missing_ok=True)
     return index
 
 
