@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint import Checkpoint
+from hswq_lab.checkpoint.provenance import SCALES_KEY
 from hswq_lab.checkpoint.slots import located
 from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
 from hswq_lab.declared import (
-    SCALES_KEY,
     Attachment,
     Way,
     refuse_absurd,
     refuse_baked,
     refuse_mixtures,
-    refuse_twice,
     refuse_other_units,
+    refuse_twice,
     refuse_unbranchable,
 )
 from hswq_lab.errors import HswqError
@@ -43,27 +43,12 @@ from hswq_lab.lora import (
     total_bias,
     total_delta,
 )
-from hswq_lab.lora.evidence import Baked, Verdict
+from hswq_lab.lora.evidence import Baked, BakedWeights, Verdict
 from hswq_lab.lora.file import check_lora
 from hswq_lab.lora.smoothed import in_units_of
 from hswq_lab.lora.targets import unpacked
 from hswq_lab.progress import Progress, silent
-
-
-class BakedWeights(Protocol):
-    """Where baked weights are kept while a network needs them, or one is about to."""
-
-    def known(self, layer: str) -> Tensor | PackedWeight | None:
-        """The layer's weight with everything that is baked into it, None if it has to be made."""
-        ...
-
-    def keep(self, layer: str, weight: PackedWeight) -> None:
-        """Takes a weight that was just made."""
-        ...
-
-    def pristine(self, layer: str) -> PackedWeight | None:
-        """The layer's weight as the checkpoint has it, where a network holds it on the device."""
-        ...
+from hswq_lab.source_check import SourceCheck
 
 
 class Attachments(Sequence[Attachment]):
@@ -249,6 +234,8 @@ class Attachments(Sequence[Attachment]):
         """
         ways = {only.how} if only else {item.how for item in self._items}
         wanted = [only] if only else list(self._items)
+        sources = (item.source for item in self._items if item.how in ways and item.source is not None)
+        origin = SourceCheck(self._checkpoint, next(sources, None))
         touched = {
             layer: None
             for item, deltas in zip(self._items, self._deltas, strict=True)
@@ -263,11 +250,12 @@ class Attachments(Sequence[Attachment]):
             value = self._pristine(layer).to(device) if held is None else held
             baked = self._baked_deltas(layer)
             if baked and ways - {"branch"}:
-                rows += self._bake_evidence(layer, value, baked, weights)
+                rows += self._bake_evidence(layer, value, baked, weights, origin)
             if "branch" in ways:
-                rows += self._branch_evidence(layer, value, device)
+                rows += self._branch_evidence(layer, value, device, origin)
         tell(len(touched), len(touched), "what arrived is known")
-        return BakeReport(rows, tuple(map(self._label, wanted)), coverage=self.coverage(wanted))
+        labels = tuple(map(self._label, wanted))
+        return BakeReport(rows, labels, coverage=self.coverage(wanted), remarks=origin.remarks())
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -337,12 +325,15 @@ class Attachments(Sequence[Attachment]):
         value: Tensor | PackedWeight,
         baked: list[tuple[LayerDelta, float]],
         weights: BakedWeights | None,
+        origin: SourceCheck,
     ) -> list[LayerEvidence]:
         rows = []
         if _weighty(baked):
             # A 16-bit weight is kept in the dtype that the network works in, which may be another.
             kept = weights if isinstance(value, PackedWeight) else None
             case = self._put(layer, value, baked, None if kept is None else kept.known(layer))
+            if case.source is not None:
+                origin.look(layer, value, case.source)
             if kept is not None and isinstance(case.after, PackedWeight):
                 kept.keep(layer, case.after)
             rows.append(measure(case))
@@ -371,7 +362,7 @@ class Attachments(Sequence[Attachment]):
         return unpacked(self._pristine(layer) if source is None else source).to(device)
 
     def _branch_evidence(
-        self, layer: str, value: Tensor | PackedWeight, device: torch.device
+        self, layer: str, value: Tensor | PackedWeight, device: torch.device, origin: SourceCheck
     ) -> list[LayerEvidence]:
         branches = self._branches_of(layer, device)
         if not branches:
@@ -385,6 +376,8 @@ class Attachments(Sequence[Attachment]):
         norms = None if source is None else source.to(device).float()
         moved = [(delta.to(device), strength) for delta, strength in deltas]
         needs_norms = any(delta.needs_weight for delta, _ in deltas)
+        if needs_norms and source is not None:
+            origin.look(layer, value, source.to(device))
         norms_from = "" if not needs_norms else "pack" if source is None else "source"
         rows = []
         if _weighty(deltas):

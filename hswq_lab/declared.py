@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 Way = Literal["branch", "bake", "bake_from_source"]
 
-SCALES_KEY = "hswq.scales"
-"""Metadata of a pack: how its block scales were chosen ("rtn", "four_six", …); baking from source does the same."""
-
 _MOST_GAIN = 1000.0
 
 

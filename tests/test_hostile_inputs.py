@@ -21,8 +21,8 @@ import hswq_lab as hl
 from hswq_lab.bench import read_bench
 from hswq_lab.captions import load_captions
 from hswq_lab.checkpoint.baked import LORAS_KEY
+from hswq_lab.checkpoint.provenance import SCALES_KEY
 from hswq_lab.checkpoint.smoothed import SMOOTH_KEY
-from hswq_lab.declared import SCALES_KEY
 from hswq_lab.loading import MODEL_KEY, SEEDS_KEY
 from hswq_lab.quantize.impact import ImpactReport
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import os
 
     from hswq_lab.checkpoint.anything import Anything
-    from hswq_lab.checkpoint.slots import Entry
+    from hswq_lab.checkpoint.slots import Entry, Value
     from hswq_lab.progress import Progress
 
 
@@ -152,7 +152,7 @@ class _Checker:
             value = self._slots[name].load() if name in self._slots else None
             wanted = self._origin.wanted(name, value)
             if value is not None:
-                self._check_value(self._slots[name].entry, dense(value), wanted)
+                self._check_value(self._slots[name].entry, value, wanted)
             self._examine(name, wanted)
         except Cancelled:
             raise
@@ -176,12 +176,13 @@ class _Checker:
             layout = examine(name, part, read, source)
             self.layouts.append(replace(layout, part=part.entry.name if len(parts) > 1 else ""))
 
-    def _check_value(self, entry: Entry, values: Tensor, wanted: Tensor | None) -> None:
+    def _check_value(self, entry: Entry, value: Value, wanted: Tensor | None) -> None:
+        values = dense(value)
         if values.is_floating_point() and values.numel() and not _finite(values):
             problem = "the values hold NaN or infinity"
             self.findings.append(Finding("error", "not-finite", problem, entry.name))
         if wanted is not None:
-            self._origin.compare(entry, values, wanted)
+            self._origin.compare(entry, value, wanted)
 
 
 def _finite(values: Tensor) -> bool:

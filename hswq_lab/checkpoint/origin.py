@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hswq_lab.checkpoint.baked import baked_in_words, baked_layers
 from hswq_lab.checkpoint.closeness import Closeness, closeness, dense
 from hswq_lab.checkpoint.findings import Finding, from_error
+from hswq_lab.checkpoint.provenance import Provenance, alike
 from hswq_lab.checkpoint.rescaling import Rescaling
 from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, exponents, is_exponents, smoothed_names, tells_exponents
 from hswq_lab.errors import HswqError
@@ -60,6 +60,8 @@ class Origin:
         self.layers: list[LayerCheck] = []
         self.findings: list[Finding] = []
         self._absent: list[str] = []
+        self._provenance = None if source is None else Provenance(file.metadata, source)
+        self._proved = self._unproved = 0
         self._read_units(file)
 
     def _read_units(self, file: Checkpoint) -> None:
@@ -103,9 +105,9 @@ class Origin:
             return wanted
         return self._rescaling.values(name, wanted, dense(value))
 
-    def compare(self, entry: Entry, values: Tensor, wanted: Tensor) -> None:
-        """Notes how close a name's values are to those that are `wanted`, and a finding where they are too far."""
-        name = entry.name
+    def compare(self, entry: Entry, value: Value, wanted: Tensor) -> None:
+        """Notes how close a name's value is to what is `wanted`, and a finding where it is too far."""
+        name, values = entry.name, dense(value)
         if _without_ones(values) != _without_ones(wanted):
             shapes = list(entry.shape), list(wanted.shape)
             self._find("error", "the source has another shape", name, *shapes)
@@ -121,7 +123,7 @@ class Origin:
             if name.endswith(".weight"):
                 self._compare_with_loras(name, match)
         elif not entry.packed:
-            if not _alike(values, wanted.reshape(values.shape)):
+            if not alike(values, wanted.reshape(values.shape)):
                 problem = "a tensor that is not packed differs from the source: changed, or of another model"
                 found = f"cosine {match.cosine:.6f}"
                 self._find("error", problem, name, found, "the source's own values")
@@ -136,9 +138,12 @@ class Origin:
                 "channels of the layer are not rescaled as the file says: it is of a model smoothed otherwise"
             )
             self._find("error", problem, name, f"{misfits} channels", "the source's, times their factors")
+        else:
+            self._compare_with_format(name, value, wanted)
 
     def conclude(self) -> list[Finding]:
         """All findings, with what is true of the file as a whole."""
+        self._conclude_digests()
         if self._absent:
             problem = f"{len(self._absent)} tensors that the source does not have were not compared"
             self._find("info", problem, self._absent[0])
@@ -173,6 +178,35 @@ class Origin:
         found = f"cosine {match.cosine:.4f}, {share:.4g} × the source in it"
         self._find("error", problem, name, found, f"at least {LEAST_COSINE_BAKED}, and 1 ×")
 
+    def _compare_with_format(self, name: str, value: Value, wanted: Tensor) -> None:
+        """Where the digest does not say that this is the source: whether rounding explains the difference."""
+        if self._provenance is None or self._provenance.certain:
+            return
+        fit = self._provenance.fit(name, value, wanted)
+        self._proved += fit.verdict == "same"
+        self._unproved += fit.verdict != "same"
+        if fit.verdict == "far":
+            problem = (
+                "the layer is further from the source than its format explains: it was made from another one"
+            )
+            severity: Severity = "warning" if self._provenance.told is None else "error"
+            self._find(severity, problem, name, f"{fit.error:.2%} from it", f"at most {fit.limit:.2%}")
+
+    def _conclude_digests(self) -> None:
+        """Where the file names another source: whether its layers prove to be this one's all the same."""
+        origin = self._provenance
+        if origin is None or origin.told is None or origin.certain:
+            return
+        problem = "the source is another file than the one that the pack was made from"
+        if self._unproved:
+            problem += f"; {self._unproved} packed layers do not prove to be the same"
+        else:
+            problem += f"; {self._proved} packed layers prove to be the same"
+        severity: Severity = "warning" if self._unproved else "info"
+        self.findings.append(
+            Finding(severity, "source-digest", problem, found=origin.given, expected=origin.told)
+        )
+
     def _find(
         self, severity: Severity, problem: str, name: str, found: object = None, expected: object = None
     ) -> None:
@@ -183,12 +217,3 @@ class Origin:
 def _without_ones(values: Tensor) -> list[int]:
     """The shape; a pad token is [dim] in some files and [1, dim] in others."""
     return [side for side in values.shape if side != 1]
-
-
-def _alike(values: Tensor, wanted: Tensor) -> bool:
-    """Whether unpacked values are the same but for the rounding of the coarser of two float dtypes."""
-    if values.dtype == wanted.dtype or not (values.is_floating_point() and wanted.is_floating_point()):
-        return False  # equal values never get here
-    kinds = [torch.finfo(tensor.dtype) for tensor in (values, wanted)]
-    spacing, smallest = max(kind.eps for kind in kinds), max(kind.tiny * kind.eps for kind in kinds)
-    return torch.allclose(values.float(), wanted.float(), rtol=spacing, atol=smallest)

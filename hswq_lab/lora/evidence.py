@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ Kind = Literal["nvfp4", "int8", "other_qt", "16-bit", "bias"]
 ENOUGH = 0.9  # a smaller retained share, beyond its error, is warned about
 TOO_MUCH = 1.1  # and so is a larger one
 _SAME = 0.7  # ‖W' − (W+ΔW)‖ / ‖W+ΔW‖ is √2 for a result in another basis, below .2 for every format
+_STRANGE = 0.5  # ‖W − S‖ / ‖S‖ is √2 for weights that have nothing to do with each other
+_NOT_ITS_SOURCE = "the source does not fit: the pack was made from other weights"
+_WRONG_BASIS = "the delta was added in the wrong basis"
 _NO_ERROR = 1e-6  # relative; below it a weight equals its source up to fp32 noise
 
 
@@ -94,6 +97,22 @@ class Baked:
     norms_from: str
 
 
+class BakedWeights(Protocol):
+    """Where baked weights are kept while a network needs them, or one is about to."""
+
+    def known(self, layer: str) -> Tensor | PackedWeight | None:
+        """The layer's weight with everything that is baked into it, None if it has to be made."""
+        ...
+
+    def keep(self, layer: str, weight: PackedWeight) -> None:
+        """Takes a weight that was just made."""
+        ...
+
+    def pristine(self, layer: str) -> PackedWeight | None:
+        """The layer's weight as the checkpoint has it, where a network holds it on the device."""
+        ...
+
+
 def measure(case: Baked) -> LayerEvidence:
     """The evidence for one baked layer, from its weights alone."""
     sums = change_sums(case.before, case.after, case.change, case.source)
@@ -110,7 +129,8 @@ def measure(case: Baked) -> LayerEvidence:
     unrotated = (sums.c_turned - sums.cd) / sums.dd <= 2 * math.sqrt(2) * (row.retained_se or 0.0)
     rerotated = case.after.group == row.group and sums.missed <= _SAME**2 * _wanted(sums)
     if not (unrotated and rerotated):
-        row = replace(row, verdict="MISMATCH", warning="the delta was added in the wrong basis")
+        strange = (row.source_error_before or 0.0) > _STRANGE
+        row = replace(row, verdict="MISMATCH", warning=_NOT_ITS_SOURCE if strange else _WRONG_BASIS)
     return replace(row, unrotated=unrotated, rerotated=rerotated)
 
 

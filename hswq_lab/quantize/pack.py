@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from hswq_lab import packing
 from hswq_lab.checkpoint import Checkpoint, write
-from hswq_lab.declared import SCALES_KEY
+from hswq_lab.checkpoint.provenance import PACK_KEY, SCALES_KEY
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.formats.block_scales import METHODS
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hswq_lab.quantize.moments import LayerMoments
 
 Scales = Literal["rtn", "four_six", "sweep", "gptq"]
-PACK_KEY = "hswq.pack"
 
 
 def pack(
