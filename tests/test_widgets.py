@@ -286,6 +286,7 @@ def test_controls_come_back_after_a_restart_and_what_is_gone_is_left_out(tiny_pa
     assert (shown.strength.value, shown.seed.value) == (0.7, 42)
     assert shown.wait(SOON)
     assert "strength 0.70" in shown.pictures.value
+    assert "“thing number 0”, seed 42, 1 step" in shown.pictures.value
     assert shown.errors.value == ""
     shown.close()
 

@@ -287,7 +287,7 @@ def test_a_press_replaces_no_work_that_runs_and_the_word_about_it_ends_with_it(s
 
 
 def test_pictures_say_what_they_are_of(shown):
-    assert f"“{shown.prompt.value}”, seed 42, 1 steps; with: style0 ×1 (bake)" in shown.pictures.value
+    assert f"“{shown.prompt.value}”, seed 42, 1 step; with: style0 ×1 (bake)" in shown.pictures.value
 
 
 def test_the_notes_of_the_evidence_are_shown(tiny_pack, tiny_model, loras):

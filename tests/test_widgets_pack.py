@@ -311,3 +311,13 @@ def test_a_path_may_be_quoted_and_an_empty_one_is_asked_for(pack_file):
     shown.path.value = " "
     shown.open_button.click()
     assert "no file is named" in shown.errors.value
+
+
+def test_a_second_press_does_not_begin_a_check_anew(pack_file):
+    shown = opened(pack_file)
+    shown.check_button.click()
+    shown.check_button.click()
+    assert "at work" in shown.errors.value
+    assert shown.wait(SOON)
+    assert "PASSED" in shown.findings.value
+    assert shown.errors.value == ""

@@ -13,7 +13,7 @@ from PIL import Image
 from hswq_lab.errors import HswqError
 from hswq_lab.lora.file import check_lora
 from hswq_lab.progress import Progress, part
-from hswq_lab.widgets.strength import view_of
+from hswq_lab.widgets.strength import setting_in_words, view_of
 
 if TYPE_CHECKING:
     from hswq_lab.checkpoint import Checkpoint
@@ -161,7 +161,7 @@ class BakeState:
                 dressed, prompt, seed, part(progress, 340, 400, whole, "picture in 16 bits")
             ).image
         self.report = report
-        setting = f"“{prompt}”, seed {seed}, {self.steps} steps; with: {', '.join(report.loras)}"
+        setting = f"{setting_in_words(prompt, seed, self.steps)}; with: {', '.join(report.loras)}"
         return Checked(way, setting, report, before.image, after.image, wanted)
 
     @staticmethod

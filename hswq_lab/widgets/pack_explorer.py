@@ -109,7 +109,7 @@ class PackExplorer(Panel):
         super().__init__("What is in a pack", "Only headers and scales are read until a layer is chosen.", body,
                          css_class="hswq-pack", below=form)  # fmt: skip
         self.open_button.on_click(self.guarded(lambda _: self._open()))
-        self.check_button.on_click(self.guarded(lambda _: self.start(self.state.check, self._show_findings)))
+        self.check_button.on_click(self.guarded(lambda _: self.begin(self.state.check, self._show_findings)))
         self.browse_button.observe(self.guarded(lambda _: self._browse()), names="value")
         self.picker.enter_button.on_click(self.guarded(lambda _: self.picker.enter()))
         for control in (self.filter, self.order, self.descending):

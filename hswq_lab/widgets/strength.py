@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import ipywidgets
 
 from hswq_lab.model import check_model
+from hswq_lab.plots import style
 from hswq_lab.progress import Progress, part
 from hswq_lab.widgets import markup
 from hswq_lab.widgets.panel import Panel
@@ -26,11 +27,13 @@ class Preview:
     """What one setting of the slider gives.
 
     Attributes:
+        setting: of all pictures: prompt, seed, steps.
         plain: the pack without the LoRA.
         packed: the pack with it.
         source: the 16-bit model with it; None if no such model was given.
     """
 
+    setting: str
     strength: float
     plain: Image
     packed: Image
@@ -76,10 +79,15 @@ class StrengthModel:
             model.set_strength(self._lora, strength)
             made.append(self._picture(model, part(progress, 100 * place, 100 * (place + 1), 100 * total)))
         plain = self._plain[1]  # type: ignore[index]  # made above
-        return Preview(strength, plain, made[0], made[1] if len(made) > 1 else None)
+        return Preview(setting_in_words(*key), strength, plain, made[0], made[1] if len(made) > 1 else None)
 
     def _picture(self, model: Model, progress: Progress) -> Image:
         return model.generate(self.prompt, self.seed, self.steps, progress=progress).image
+
+
+def setting_in_words(prompt: str, seed: int, steps: int) -> str:
+    """What a picture was made of."""
+    return f"“{prompt}”, seed {seed}, {style.count(steps, 'step')}"
 
 
 def view_of(model: Model) -> Model:
@@ -146,4 +154,4 @@ class StrengthSlider(Panel):
         items = {"pack, without": preview.plain, f"pack, strength {preview.strength:.2f}": preview.packed}
         if preview.source is not None:
             items[f"16 bit, strength {preview.strength:.2f}"] = preview.source
-        self.pictures.value = markup.pictures(items)
+        self.pictures.value = markup.note(preview.setting) + markup.pictures(items)
