@@ -95,32 +95,65 @@ def write_units(
     units: Iterable[Unit], to: Dialect, metadata: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata of modules in a dialect."""
-    tensors: dict[str, Tensor] = {}
-    alphas: dict[str, float] = {}
-    ranks: dict[str, int] = {}
+    written: dict[str, dict[str, Tensor]] = {}
+    factors: dict[str, LowRank] = {}
     for unit in units:
-        name = _PREFIX[to] + (unit.name.replace(".", "_") if to == "kohya" else unit.name)
-        found = _tensors(unit, to)
-        low_rank = _low_rank(unit.part)
-        if low_rank is not None:
-            ranks[unit.name] = low_rank.down.shape[0]
-            alphas[unit.name] = low_rank.scale * low_rank.down.shape[0]
-        tensors |= {name + ending: value for ending, value in found.items()}
-    if not tensors:
+        written[unit.name] = _tensors(unit, to)
+        if (low_rank := _low_rank(unit.part)) is not None:
+            factors[unit.name] = low_rank
+    if not written:
         raise HswqError("there is nothing to write: all deltas are zero")
-    if to != "peft":
-        return tensors, dict(metadata)
-    uses_dora = any("lora_magnitude_vector" in key for key in tensors)
-    settings = {
+    metadata = dict(metadata)
+    if to == "peft":
+        settings = _peft_settings(written, factors)
+        flattened = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+        metadata |= {"format": "pt", PEFT_METADATA: flattened}
+    tensors = {
+        _PREFIX[to] + (name.replace(".", "_") if to == "kohya" else name) + ending: value
+        for name, found in written.items()
+        for ending, value in found.items()
+    }
+    return tensors, metadata
+
+
+def _peft_settings(
+    written: Mapping[str, dict[str, Tensor]], factors: Mapping[str, LowRank]
+) -> dict[str, object]:
+    """What diffusers makes PEFT's LoraConfig of; modules without a bias get one of zeros if another has one.
+
+    Raises:
+        HswqError: only some modules are DoRA, which PEFT has one setting for, or DoRA comes with biases.
+    """
+    biased = [name for name, found in written.items() if ".lora_B.bias" in found]
+    plain = [name for name, found in written.items() if ".lora_magnitude_vector" not in found]
+    if plain and len(plain) < len(written):
+        raise HswqError(
+            "a file in PEFT's dialect is DoRA as a whole or not at all",
+            tensor=plain[0],
+            found=f"{len(plain)} of {len(written)} modules are plain LoRA",
+            fix="convert to kohya or native, or use merge_loras",
+        )
+    if biased and not plain:
+        raise HswqError(
+            "PEFT has no biases beside DoRA",
+            tensor=biased[0],
+            fix="convert to kohya or native, or use merge_loras",
+        )
+    if biased:
+        for found in written.values():
+            up = found[".lora_B.weight"]
+            found.setdefault(".lora_B.bias", torch.zeros(up.shape[0], dtype=torch.float32))
+    ranks = {f"^{name}": part.down.shape[0] for name, part in factors.items()}
+    return {
         "peft_type": "LORA",
+        "target_modules": list(written),
         "r": max(ranks.values()),
         "lora_alpha": max(ranks.values()),
         "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        "use_dora": uses_dora,
+        "alpha_pattern": {f"^{name}": part.scale * part.down.shape[0] for name, part in factors.items()},
+        "use_dora": not plain,
+        "lora_bias": bool(biased),
     }
-    flattened = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
-    return tensors, dict(metadata) | {"format": "pt", PEFT_METADATA: flattened}
 
 
 def _low_rank(part: Part | None) -> LowRank | None:
