@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -385,3 +386,32 @@ def test_mxfp8_and_fp8_are_told_apart_without_marker(file):
     checkpoint = Checkpoint.open(save(file, parts("m", mxfp8(w)) | parts("f", fp8(w))))
     assert checkpoint.entry("m.weight").format == "mxfp8"
     assert checkpoint.entry("f.weight").format == "float8_e4m3fn"
+
+
+CHANGES = {
+    "other numbers": lambda value: setattr(value, "data", torch.zeros(48, 256)),
+    "another shape": lambda value: setattr(value, "data", value.data[:2]),
+    "in place": lambda value: value.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_in_memory_that_was_changed_is_refused(change):
+    tensor, packed = torch.ones(48, 256), int8(random_matrix(48, 256), 256)
+    checkpoint = Checkpoint.from_mapping({"a": tensor, "b.weight": packed, "c": torch.ones(3)})
+    assert checkpoint["a"].data_ptr() == tensor.data_ptr()
+    CHANGES[change](tensor)
+    CHANGES[change](packed.scale)
+    for name in ("a", "b.weight"):
+        with pytest.raises(HswqError, match="changed in place"):
+            checkpoint[name]
+    assert checkpoint["c"].all()
+
+
+def test_a_copy_of_a_checkpoint_in_memory_is_one():
+    changed = torch.ones(3).mul_(2)
+    checkpoint = Checkpoint.from_mapping({"a": changed, "b.weight": int8(random_matrix(48, 256), 256)})
+    copied = copy.deepcopy(checkpoint)
+    changed.zero_()
+    assert copied["a"].tolist() == [2, 2, 2]
+    assert copied["b.weight"].same_bits(checkpoint["b.weight"])

@@ -121,7 +121,10 @@ class Checkpoint(Mapping[str, Value]):
 
         Args:
             mapping: parameter name without prefix → tensor or packed weight; not copied. Whoever changes one of them
-                in place later finds the checkpoint refusing that name.
+                in place later, or gives it other memory (`t.data = …`), finds the checkpoint refusing that name.
+                Changes that torch does not count go unnoticed: through `.data` (`t.data.mul_`), through a NumPy array
+                on the same memory, by fused optimizers, and of tensors made in inference mode. Give clones where
+                such changes may come.
             metadata: for the header; what is not text becomes JSON.
             prefix: what a file writes in front of the names.
         """

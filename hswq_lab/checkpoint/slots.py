@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hswq_lab.formats import Method
 
 Value = Tensor | PackedWeight
+TensorState = tuple[int, int, tuple[int, ...]]
 UNPACKED = "16-bit"
 
 
@@ -107,12 +108,12 @@ class MemorySlot(Slot):
     """A value that is in memory, not copied: a network may compute with it, and whoever gave it still holds it.
 
     Attributes:
-        versions: of its tensors when it was taken over. torch counts in-place changes (not those through `.data`).
+        taken: what torch tells of its tensors when it was taken over, see `_state`.
     """
 
     entry: Entry
     value: Value
-    versions: tuple[int, ...]
+    taken: tuple[TensorState, ...]
 
     def load(self) -> Value:
         """See `Slot.load`: an object of its own on the same memory.
@@ -120,7 +121,7 @@ class MemorySlot(Slot):
         Raises:
             HswqError: the value is no longer what was taken over.
         """
-        if _versions(self.value) != self.versions:
+        if _state(self.value) != self.taken:
             raise HswqError(
                 "the value was changed in place after the checkpoint took it over, and nobody has the old one",
                 tensor=self.entry.name,
@@ -128,11 +129,25 @@ class MemorySlot(Slot):
             )
         return replace(self.value) if isinstance(self.value, PackedWeight) else self.value.detach()  # type: ignore[type-var]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy has memory of its own.
+        return memory_slot, (self.entry.name, self.load())
 
-def _versions(value: Value) -> tuple[int, ...]:
-    """How often each tensor of a value was changed in place; those of inference mode do not count it."""
+
+def _state(value: Value) -> tuple[TensorState, ...]:
+    """What tells that a value's tensors are what they were: how often each was changed in place, its memory and shape.
+
+    torch counts no changes in inference mode, through `.data`, NumPy or other programs, and by some fused kernels.
+    """
     tensors = value.disk_tensors().values() if isinstance(value, PackedWeight) else (value,)
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)  # noqa: SLF001 - torch's only way
+    return tuple(
+        (
+            0 if tensor.is_inference() else tensor._version,  # noqa: SLF001 - torch's only way
+            tensor.data_ptr() if tensor.layout == torch.strided else 0,
+            tuple(tensor.shape),
+        )
+        for tensor in tensors
+    )
 
 
 def memory_slot(name: str, value: Value) -> MemorySlot:
@@ -146,7 +161,7 @@ def memory_slot(name: str, value: Value) -> MemorySlot:
             entry = replace(entry, rank=value.rank, activation_scales=value.activation_scales)
     else:
         entry = Entry(name, UNPACKED, tuple(value.shape), value.dtype, None, value.nbytes)
-    return MemorySlot(entry, value, _versions(value))
+    return MemorySlot(entry, value, _state(value))
 
 
 @dataclass(frozen=True)
