@@ -27,7 +27,7 @@ def verdict_table(report: TrajectoryReport) -> pd.DataFrame:
                 "95 % interval": _interval(verdict),
                 "min cos": verdict.minimum,
                 "worst seed": verdict.worst_seed,
-                "bifurcated": f"{len(verdict.bifurcated)} of {verdict.seeds}",
+                "bifurcated": _bifurcated(verdict),
                 "SSIM": pictures.loc[verdict.variant, "ssim"],
                 "PSNR dB": pictures.loc[verdict.variant, "psnr"],
                 "same image": "all seeds" if verdict.same_image else "not all",
@@ -36,6 +36,12 @@ def verdict_table(report: TrajectoryReport) -> pd.DataFrame:
             for verdict in report.verdict.variants
         ]
     )
+
+
+def _bifurcated(verdict: VariantVerdict) -> str:
+    if verdict.unknown == verdict.seeds:
+        return "not known"
+    return f"{len(verdict.bifurcated)} of {verdict.seeds}"
 
 
 def retention_table(reports: Mapping[str, BakeReport]) -> pd.DataFrame:

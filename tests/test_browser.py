@@ -54,6 +54,14 @@ CUT_OFF = """() => [...document.querySelectorAll('.hswq-panel .gtitle-subtitle')
   const plot = text.closest('.js-plotly-plot').getBoundingClientRect();
   return plot.width > 0 && text.getBoundingClientRect().right > plot.right;
 }).map(text => text.textContent)"""
+# Subtitles of a panel that its plots' tool bars cover, and boxes that scroll sideways.
+COVERED = """css => [...document.querySelectorAll(`.${css} .js-plotly-plot`)].filter(plot => {
+  const text = plot.querySelector('.gtitle-subtitle')?.getBoundingClientRect();
+  const bar = plot.querySelector('.modebar-group')?.getBoundingClientRect();
+  return text && bar && text.right > bar.left && text.bottom > bar.top;
+}).length"""
+SCROLLING = """css => [...document.querySelectorAll(`.${css}, .${css} .widget-box`)]
+  .filter(box => box.clientWidth > 0 && box.scrollWidth > box.clientWidth).length"""
 LIVE = """
 import ipywidgets, plotly.graph_objects as go
 from hswq_lab.widgets.live_figure import LiveFigure
@@ -142,6 +150,12 @@ def drag(lab, panel, by):
     lab.page.mouse.down()
     lab.page.mouse.move(x + by, y, steps=6)
     lab.page.mouse.up()
+
+
+def narrow(lab):
+    """The page at 720 pixels, without the list of files."""
+    lab.page.keyboard.press("Control+b")
+    lab.page.set_viewport_size({"width": 720, "height": 1300})
 
 
 def pictures(lab, css):
@@ -276,6 +290,15 @@ def test_plans_move_with_the_cut_cancel_stops_and_an_export_is_a_file(lab):
     panel.get_by_role("status").filter(has_text="calibrate it").wait_for(timeout=60_000)
     assert (lab.server.root / "planned.safetensors").stat().st_size > 1_000_000
     keep(panel, "SensitivityExplorer")
+    panel.get_by_label("export", exact=True).select_option("plan")
+    panel.locator("button:disabled", has_text="CSV").wait_for()
+    assert "formats" in json.loads(export(lab, panel, "JSON").read_text())
+    narrow(lab)
+    lab.wait_for(
+        "() => document.querySelectorAll('.hswq-sensitivity .gtitle-subtitle tspan.line').length > 1"
+    )
+    assert lab.page.evaluate(COVERED, "hswq-sensitivity") == 0
+    keep(panel, "SensitivityExplorer_720")
     assert lab.complaints == []
 
 
@@ -317,6 +340,9 @@ def test_the_steps_of_a_trajectory_show_other_pictures(lab):
     assert export(lab, panel, "HTML").stat().st_size > 1_000_000, "plotly is inside"
     assert json.loads(export(lab, panel, "JSON").read_text())["result"] == "TrajectoryReport"
     cancel(lab, lab.panel("hswq-trajectory", 1), "Compare")
+    narrow(lab)
+    lab.wait_for(f"css => ({SCROLLING})(css) === 0", "hswq-trajectory")
+    keep(panel, "TrajectoryViewer_720")
     assert lab.complaints == []
 
 

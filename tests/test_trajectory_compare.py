@@ -16,6 +16,7 @@ from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.executors import local_pool
 from hswq_lab.jobs import Job
 from hswq_lab.model import Model
+from hswq_lab.tables import verdict_table
 from hswq_lab.trajectory import compare
 from hswq_lab.trajectory.compare import compare_runs, pair
 
@@ -127,6 +128,7 @@ def test_what_a_failed_seed_would_have_done_is_not_known(make_run, tmp_path):
     assert not row["same_image"]
     (stored,) = json.loads(report.save(tmp_path / "r.json").read_text())["summary"]
     assert (stored["max_drop"], stored["bifurcated"], stored["same_image"]) == (None, None, False)
+    assert verdict_table(report).loc[0, "bifurcated"] == "not known"
     page = report.save(tmp_path / "r.html").read_text()
     assert "tc" in page
 

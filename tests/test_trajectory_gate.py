@@ -111,7 +111,14 @@ def test_every_seed_failed():
     assert not verdict.passed
     assert math.isnan(verdict.mean)
     assert "below" not in verdict.text
+    assert verdict.text.endswith("; final cosine not known, bifurcations not known")
     assert verdict.worst_seed == 1
+
+
+def test_of_a_failed_seed_it_is_not_said_that_it_did_not_bifurcate():
+    lost, turned = traced(3, math.nan, failed=True), traced(2, 0.9, drop=0.06)
+    assert judge("tc", [traced(1, 0.99), turned]).text.endswith("1 of 2 bifurcated")
+    assert judge("tc", [traced(1, 0.99), turned, lost]).text.endswith("1 of 3 bifurcated, not known of 1")
 
 
 def test_nothing_to_judge_is_an_error():

@@ -57,22 +57,14 @@ class VariantVerdict:
         return self.passed and self.minimum >= SAME_IMAGE
 
     @property
+    def unknown(self) -> int:
+        """The number of failed seeds in which no bifurcation was seen: without the failure there may be one."""
+        return len(self.failed.keys() - self.bifurcated.keys())
+
+    @property
     def text(self) -> str:
         """The verdict in a line."""
-        low, high = self.interval
-        good = self.seeds - len(self.failed)
-        spread = "" if math.isnan(low) else f" [{low:.4f}, {high:.4f}]"
-        # A failed seed has no cosine: the lowest is that of another one.
-        worst = (
-            f" among them, worst seed {self.worst_seed}, which failed"
-            if self.failed
-            else f", worst seed {self.worst_seed}"
-        )
-        within = f" (a fall within {self.window} steps)" if self.window > 1 else ""
-        figures = (
-            f"final cosine mean {self.mean:.4f}{spread} over {good} {'seed' if good == 1 else 'seeds'}, "
-            f"min {self.minimum:.4f}{worst}, {len(self.bifurcated)} of {self.seeds} bifurcated{within}"
-        )
+        figures = f"{self._closeness()}, {self._bifurcations()}"
         if not self.passed:
             return f"{self.variant}: fails the reference gate ({'; '.join(self._reasons())}); {figures}"
         remark = ", same image on every seed" if self.same_image else ""
@@ -81,6 +73,30 @@ class VariantVerdict:
             which = "seed" if len(self.astray) == 1 else "seeds"
             remark = f", but {which} {ends} ended at another picture"
         return f"{self.variant}: passes the reference gate{remark}; {figures}"
+
+    def _closeness(self) -> str:
+        low, high = self.interval
+        good = self.seeds - len(self.failed)
+        if good == 0:
+            return "final cosine not known"
+        spread = "" if math.isnan(low) else f" [{low:.4f}, {high:.4f}]"
+        # A failed seed has no cosine: the lowest is that of another one.
+        worst = (
+            f" among them, worst seed {self.worst_seed}, which failed"
+            if self.failed
+            else f", worst seed {self.worst_seed}"
+        )
+        return (
+            f"final cosine mean {self.mean:.4f}{spread} over {good} {'seed' if good == 1 else 'seeds'}, "
+            f"min {self.minimum:.4f}{worst}"
+        )
+
+    def _bifurcations(self) -> str:
+        if self.unknown == self.seeds:
+            return "bifurcations not known"
+        within = f" (a fall within {self.window} steps)" if self.window > 1 else ""
+        rest = f", not known of {self.unknown}" if self.unknown else ""
+        return f"{len(self.bifurcated)} of {self.seeds} bifurcated{within}{rest}"
 
     def _reasons(self) -> list[str]:
         reasons = []

@@ -137,7 +137,8 @@ class GemmBench(Panel):
         self._refresh(next((name for name in names if name in self.state.products), names[0]))
         told = {"loaded": ", ".join(names)}
         if skipped:
-            told["skipped"] = "; ".join(f"{name} ({why})" for name, why in skipped.items())
+            alike = {why: [name for name in skipped if skipped[name] == why] for why in skipped.values()}
+            told["skipped"] = "; ".join(f"{', '.join(names)} ({why})" for why, names in alike.items())
         self.loaded.value = markup.facts(told)
 
     def result(self) -> bench.Bench | None:
