@@ -155,7 +155,8 @@ def test_the_diagnosis_of_the_evidence_names_the_source(tiny_tensors):
 
 
 @pytest.mark.parametrize(
-    ("share", "errors", "severity"), [(0.0, 0, "info"), (0.03, 0, "warning"), (0.2, 1, "warning")]
+    ("share", "errors", "severity"),
+    [(0.0, 0, "info"), (0.03, 0, "warning"), (0.2, 1, "warning"), (torch.inf, 1, "warning")],
 )
 def test_check_says_whether_the_source_is_the_packs_own(
     pack_file, model_file, finetune, share, errors, severity
@@ -166,6 +167,7 @@ def test_check_says_whether_the_source_is_the_packs_own(
     assert [(each.rule, each.tensor) for each in found] == [("source", f"{LAYER}.weight")] * errors
     (digest,) = [each for each in report.findings if each.rule == "source-digest"]
     assert digest.severity == severity
+    assert ("; 1 of " in digest.problem) == (severity == "warning")
     assert digest.found == hl.load(source).checkpoint.sha256
     assert digest.expected == hl.load(model_file).checkpoint.sha256
     own = check(pack_file, model_file)

@@ -61,7 +61,7 @@ class Origin:
         self.findings: list[Finding] = []
         self._absent: list[str] = []
         self._provenance = None if source is None else Provenance(file.metadata, source)
-        self._proved = self._unproved = 0
+        self._proved = 0
         self._read_units(file)
 
     def _read_units(self, file: Checkpoint) -> None:
@@ -184,7 +184,6 @@ class Origin:
             return
         fit = self._provenance.fit(name, value, wanted)
         self._proved += fit.verdict == "same"
-        self._unproved += fit.verdict != "same"
         if fit.verdict == "far":
             problem = (
                 "the layer is further from the source than its format explains: it was made from another one"
@@ -198,11 +197,13 @@ class Origin:
         if origin is None or origin.told is None or origin.certain:
             return
         problem = "the source is another file than the one that the pack was made from"
-        if self._unproved:
-            problem += f"; {self._unproved} packed layers do not prove to be the same"
+        packed = sum(layer.format != "16-bit" and layer.sqnr_db != math.inf for layer in self.layers)
+        unproved = packed - self._proved
+        if unproved:
+            problem += f"; {unproved} of {packed} packed layers do not prove to be the same"
         else:
-            problem += f"; {self._proved} packed layers prove to be the same"
-        severity: Severity = "warning" if self._unproved else "info"
+            problem += f"; its {packed} packed layers prove to be the same"
+        severity: Severity = "warning" if unproved else "info"
         self.findings.append(
             Finding(severity, "source-digest", problem, found=origin.given, expected=origin.told)
         )
