@@ -63,7 +63,7 @@ def test_each_accepted_pattern_means_what_it_means_to_peft():
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("(", ")", "a)b", "[", "[]", "*a", "a{", "a{,}", "a**", "a*+", "\\"),
+        *("(", ")", "a)b", "[", "[]", "*a", "a{", "a{,}", "a{2,1}", "a**", "a*+", "\\"),
         *("([a-z0-9._]+)+!", "(ab)*", "(?i)to_q", "(?=to_q)", r"(a)\1", r"\bto_q", "(?P<n>a)", "[z-a]"),
         *("a" * 5000, "(a|a)" * 30, "(" * 3000),
     ],

@@ -174,6 +174,7 @@ def test_other_initialisations_are_read(start):
         {"alpha_pattern": {NAME: int("4" * 401)}},
         {"alpha_pattern": {"([a-z0-9._]+)+!": 1}},
         {"rank_pattern": {NAME: -1}},
+        {"rank_pattern": {f"^layers.{index}": 4 for index in range(10_000)}},
     ],
     ids=lambda setting: str(setting)[:40],
 )

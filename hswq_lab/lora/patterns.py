@@ -94,13 +94,21 @@ class ModulePattern:
         atoms = list(self._row(at))
         text, _, repeat = atoms[0]
         if repeat is not None:
-            low, high = _BOUNDS.get(repeat["sign"] or "", (0, 0))
-            if not repeat["sign"]:
-                low = int(repeat["low"])
-                high = (int(repeat["high"]) if repeat["high"] else None) if repeat["comma"] else low
-            return _repeated(_one_by_one(self._compiled(text)), low, high), repeat.end()
+            return _repeated(_one_by_one(self._compiled(text)), *self._times(repeat)), repeat.end()
         plain = [(text, end) for text, end, repeat in atoms if repeat is None]
         return _one_by_one(self._compiled("".join(text for text, _ in plain))), plain[-1][1]
+
+    def _times(self, repeat: re.Match[str]) -> tuple[int, int | None]:
+        """The least and the most times of a repeat; None for any number."""
+        if repeat["sign"]:
+            return _BOUNDS[repeat["sign"]]
+        low = int(repeat["low"])
+        if not repeat["comma"]:
+            return low, low
+        high = int(repeat["high"]) if repeat["high"] else None
+        if high is not None and high < low:
+            raise self._error("a repeat of more times than its most", repeat[0])
+        return low, high
 
     def _row(self, at: int) -> Iterator[tuple[str, int, re.Match[str] | None]]:
         """(text, its end, its repeat) of the characters and classes from here, up to the first with a repeat."""

@@ -20,6 +20,7 @@ PEFT_METADATA = "lora_adapter_metadata"
 
 Patterned = tuple[tuple[ModulePattern, float], ...]
 
+_MOST_PATTERNS = 5000  # all of them may have to be held against all modules of a file
 _TYPES = ("LORA", "LOHA", "LOKR")
 _KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -180,6 +181,10 @@ class _Told:
             return ()
         if not isinstance(told, dict):
             raise self.error(key, "a LoRA setting is not a JSON object", "patterns with numbers")
+        if len(told) > _MOST_PATTERNS:
+            raise self.error(
+                key, f"{len(told)} patterns are more than a model has modules", "a pattern a module"
+            )
         of_kind = self._rank if key == "rank_pattern" else self._finite
         origin = f"{key} in {self.origin}"
         return tuple(
