@@ -41,7 +41,10 @@ with bar("packing") as progress:
     pack = hl.pack(model, hl.Plan({"layers.*": "nvfp4"}), scales="rtn", progress=progress)
 pack.report().figure()
 """
-PACK = 'hl.widgets.PackExplorer(hl.save(pack, "pack.safetensors"), model)'
+PACK = """
+source = hl.save(model, "mini-zimage.safetensors")  # a name that a picture may show
+hl.widgets.PackExplorer(hl.save(pack, "pack.safetensors"), source)
+"""
 STRENGTH = """
 lora = hl.load_lora(next(iter(model.companion.loras.values())))
 hl.widgets.StrengthSlider(pack, lora, model, steps=2)
