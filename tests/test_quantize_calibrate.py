@@ -112,6 +112,12 @@ def test_percentile_of_rows_is_near():
     assert watched(x, None).row_percentile(0.999) == pytest.approx(exact, rel=0.05)
 
 
+def test_no_percentile_lies_above_the_largest_value():
+    """Bins are 2 % wide, and the upper end of the last one lies beyond it."""
+    statistics = watched(torch.full((3, 16), 1.005), None)
+    assert statistics.row_percentile(0.999) == statistics.amax
+
+
 def test_clipped_blocks_are_those_beyond_the_scale():
     x = torch.zeros(2, 40)
     x[0, 3], x[1, 39] = 2688.0, 2689.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from hswq_lab.checkpoint.files import INDEX_SUFFIX, locate
 from hswq_lab.cli import GATE_FAILED, GOOD
 from hswq_lab.executors import local_pool
 from hswq_lab.results import write_text
-from hswq_lab.session import bar, open_model
+from hswq_lab.session import bar, open_model, warn
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hswq_lab.model import Model
     from hswq_lab.results import Result
 
-__all__ = ["bar", "finish", "load", "say", "say_written", "table", "workers"]
+__all__ = ["bar", "finish", "load", "say", "say_written", "table", "telling", "workers"]
 
 
 def say(text: object = "") -> None:
@@ -63,6 +64,15 @@ def workers(count: int, device: str = "cpu") -> Iterator[Executor | None]:
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Within it, what the library warns of is said at once, as the verbs say their own warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: warn(message)
+        yield
 
 
 def load(path: str, args: argparse.Namespace) -> Model:

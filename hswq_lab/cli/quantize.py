@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import hswq_lab as hl
 from hswq_lab.arguments import positive
 from hswq_lab.checkpoint import Checkpoint
-from hswq_lab.cli.common import bar, finish, load, say, say_written, table, workers
+from hswq_lab.cli.common import bar, finish, load, say, say_written, table, telling, workers
 from hswq_lab.errors import HswqError
 from hswq_lab.quantize.calibrate import clipping_warnings, observe_for, with_input_scales
 from hswq_lab.quantize.impact import ImpactReport
@@ -53,7 +53,7 @@ def pack(args: argparse.Namespace) -> int:
     if impact is not None:
         impact.check_layers(model.layers())
     plan = _plan_of(args, impact)
-    with bar("packing") as progress:
+    with telling(), bar("packing") as progress:
         written = pack_to_file(
             model,
             args.out,

@@ -126,11 +126,11 @@ class Activations:
         return int(self._clipped)
 
     def row_percentile(self, share: float) -> float:
-        """The magnitude that a share of the rows stay below, within 2.2 %; 0 without rows."""
+        """The magnitude that a share of the rows stay below, within 2.2 %, at most `amax`; 0 without rows."""
         if not self.rows:
             return 0.0
         reached = int((self._histogram.cumsum(0) < share * self.rows).sum())
-        return float(2.0 ** ((reached + 1) / _BINS_PER_OCTAVE + _LOWEST))
+        return min(float(2.0 ** ((reached + 1) / _BINS_PER_OCTAVE + _LOWEST)), self.amax)
 
 
 class Watcher(Protocol):

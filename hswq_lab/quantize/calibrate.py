@@ -15,6 +15,7 @@ from hswq_lab.checkpoint.smoothed import check_same_units
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import Nvfp4Weight
 from hswq_lab.model import check_model
+from hswq_lab.quantize.measured import source_warning
 from hswq_lab.quantize.observe import CalibrationReport, input_bases, observe
 from hswq_lab.quantize.plan import check_same_layers
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hswq_lab.trajectory.compare import Prompt
 
 CALIBRATION_KEY = "hswq.calibration"
+
+_NAMED = 5  # layers in a sentence; the report has them all
 
 
 def calibrate(
@@ -48,7 +51,8 @@ def calibrate(
     Args:
         pack: what to calibrate, with its LoRAs (the new pack has none).
         model: the 16-bit model whose activations count; None: those of the pack in parity mode, with the LoRAs
-            that are baked into it (of a model without them a UserWarning tells).
+            that are baked into it. A UserWarning tells of a model without them, of one that is itself a pack, and of
+            one that has another digest than the source that the pack names.
         prompts: one for each seed, or one for all; the model's own by default.
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps; all of them count.
@@ -62,7 +66,7 @@ def calibrate(
     """
     positive(headroom, "the headroom")  # before the work, not after it
     report = observe_for(pack, model, prompts, seeds, steps=steps, cfg=cfg, progress=progress)
-    for text in [*report.warnings, *clipping_warnings(headroom)]:
+    for text in [*report.warnings, *unreached_warnings(report), *clipping_warnings(headroom)]:
         warnings.warn(text, stacklevel=2)
     return with_input_scales(pack, report, headroom)
 
@@ -81,7 +85,8 @@ def observe_for(
 
     A layer with an input basis is held against both the whole input and what the basis leaves of it.
 
-    The report warns where the pack has LoRAs, in its file or on it, that `model` does not have.
+    The report warns where the pack has LoRAs, in its file or on it, that `model` does not have, and where `model` does
+    not seem to be what the pack was made from.
     """
     for each in (pack,) if model is None else (pack, model):
         check_model(each)
@@ -105,20 +110,28 @@ def observe_for(
         bases=input_bases(pack),
         progress=progress,
     )
-    missing = [lora for lora in _loras_of(pack) if lora not in _loras_of(source)]
-    if not missing:
-        return report
-    warning = (
-        f"{source.name} does not have the LoRAs of {pack.name} ({', '.join(missing)}), so the ranges are those "
-        "without them and may clip: calibrate without another model (no --model, model=None)"
-    )
-    return replace(report, warnings=[warning])
+    doubts = [] if model is None else [source_warning(pack, model)]
+    if missing := [lora for lora in _loras_of(pack) if lora not in _loras_of(source)]:
+        doubts.append(
+            f"{source.name} does not have the LoRAs of {pack.name} ({', '.join(missing)}), so the ranges are those "
+            "without them and may clip: calibrate without another model (no --model, model=None)"
+        )
+    return replace(report, warnings=[doubt for doubt in doubts if doubt is not None])
 
 
 def _loras_of(model: Model) -> list[str]:
     """Name and strength of every LoRA in a model's file and on it, in whatever way each was applied."""
     told = [*baked_in_words(model.checkpoint.metadata), *map(str, model.loras)]
     return [lora.rpartition(" (")[0] for lora in told]
+
+
+def unreached_warnings(report: CalibrationReport) -> list[str]:
+    """What is to be said about layers that got no scale; nothing where every layer got one."""
+    if not (missing := report.unreached):
+        return []
+    named = ", ".join([*missing[:_NAMED], *(["…"] if len(missing) > _NAMED else [])])
+    told = f"{len(missing)} of {len(report.rows)} layers got no input_scale"
+    return [f"{told}, because they were never reached, or only zeros came: {named}"]
 
 
 def clipping_warnings(headroom: float) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,11 +51,12 @@ def pareto(
     """Measures the nvK plan of an impact report for several K, calibrated and in mode tc.
 
     Errors of layers cancel or amplify each other, so the curve is not monotone: measure K − 1 and K + 1 too.
+    Of an impact that was measured on another model a UserWarning tells.
 
     Args:
         model: 16-bit; not changed.
         impact: its impact report.
-        nvfp4: the K to measure; by default about a dozen from 0 to all.
+        nvfp4: the K to measure, each once; by default about a dozen from 0 to all.
         prompts: one for each seed, or one for all; the model's own by default.
         seeds: of the starting noises; by default one for each prompt, none of them in `SEEDS_20`.
         steps: Euler steps.
@@ -73,7 +75,7 @@ def pareto(
         # Pinned layers may make the ends impossible; the plan says so.
         count = len(impact.layers)
         nvfp4 = sorted({round(count * i / (DEFAULT_POINTS - 1)) for i in range(DEFAULT_POINTS)})
-    counts = list(nvfp4) if isinstance(nvfp4, Iterable) else []
+    counts = list(dict.fromkeys(nvfp4)) if isinstance(nvfp4, Iterable) else []
     if not counts:
         raise HswqError("the K to measure are a list of whole numbers", found=nvfp4, expected="[39, 40, 41]")
     plans = [impact.plan(nvfp4=k, keep=keep) for k in counts]
@@ -110,6 +112,7 @@ def greedy(
     """Turns layers from INT8 to NVFP4 one by one, each time the best of a few, measured with all before.
 
     The few are those with the least impact a byte; the best is the one with the least added error a byte.
+    Of an impact that was measured on another model a UserWarning tells.
 
     Args:
         model: 16-bit; not changed.
@@ -238,6 +241,8 @@ def _check_impact(model: Model, impact: ImpactReport) -> None:
             fix='hl.sensitivity(model), or ImpactReport.load("….json")',
         )
     impact.check_layers(model.layers())
+    if (doubt := impact.measured_on.warning(model)) is not None:
+        warnings.warn(doubt, stacklevel=3)
 
 
 def _by_price(impact: ImpactReport) -> list[str]:

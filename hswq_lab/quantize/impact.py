@@ -11,6 +11,7 @@ import pandas as pd
 from hswq_lab.errors import HswqError
 from hswq_lab.json_file import entry, of_kind, read_json
 from hswq_lab.quantize.choose import Option, least_sensitive, smallest_that, the_goal, within_budget
+from hswq_lab.quantize.measured import MeasuredOn
 from hswq_lab.quantize.plan import (
     KEPT,
     RANK,
@@ -123,6 +124,11 @@ class ImpactReport(Result):
     def layers(self) -> dict[str, tuple[int, int]]:
         """The layers that were measured, name → (N, K)."""
         return {row.layer: (row.n, row.k) for row in self.rows}
+
+    @property
+    def measured_on(self) -> MeasuredOn:
+        """The model that was measured."""
+        return MeasuredOn(self.model, self.sha256)
 
     def __str__(self) -> str:
         what = f"{len(self.layers)} layers of {self.model} ({', '.join(self.formats)})"
@@ -240,7 +246,8 @@ class ImpactReport(Result):
         if self.unmeasured:
             note += f"; {len(self.unmeasured)} layers were not measured"
         left_alone = {layer for layer in self.unmeasured if chosen[layer] == KEPT}
-        return Plan({layer: form for layer, form in chosen.items() if layer not in left_alone}, note)
+        formats = {layer: form for layer, form in chosen.items() if layer not in left_alone}
+        return Plan(formats, note, self.measured_on)
 
     def best_nvfp4(self, layer: str) -> str:
         """NVFP4 rotated, or unrotated if that was measured too and has the smaller output error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -53,7 +54,7 @@ def pack(
 
     Args:
         model: a 16-bit model; not changed. Its device does the work.
-        plan: which layer gets which format.
+        plan: which layer gets which format; of one that was made by another model's impact a UserWarning tells.
         scales: how NVFP4 weights are found: "rtn", "four_six", "sweep" (block scales with the least squared
             error) or "gptq" (the least error of the layer's output, its quantised activations reckoned with).
         activations: of this model, from `observe`; for "four_six" and "sweep": weights the error by the
@@ -152,6 +153,9 @@ def _prepare(
     if not isinstance(plan, Plan):
         raise HswqError("this is no plan", found=repr(plan)[:80], fix='hl.Plan({"layer or glob": "format"})')
     refuse_empty(plan)
+    doubt = None if plan.measured_on is None else plan.measured_on.warning(model)
+    if doubt is not None:
+        warnings.warn(doubt, stacklevel=3)
     if model.loras:
         raise HswqError(
             "packing takes the model's own weights, but LoRAs are attached",

@@ -8,6 +8,7 @@ import pandas as pd
 
 from hswq_lab.errors import HswqError
 from hswq_lab.quantize.choose import the_goal
+from hswq_lab.quantize.measured import MeasuredOn
 from hswq_lab.quantize.plan import Plan
 from hswq_lab.results import Result
 
@@ -123,4 +124,5 @@ class ParetoReport(Result):
             )
             raise HswqError("no measured plan reaches that goal", found=bits or final_cos, expected=reached)
         point = fitting[-1] if bits is not None else fitting[0]
-        return Plan(point.formats, f"{point.label}: measured {point.mean:.4f} at {point.bits:.3f} bits")
+        note = f"{point.label}: measured {point.mean:.4f} at {point.bits:.3f} bits"
+        return Plan(point.formats, note, MeasuredOn(self.model, self.sha256))

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +17,9 @@ from hswq_lab.errors import HswqError
 from hswq_lab.formats._rows import ceil_to
 from hswq_lab.formats.rotation import group_for
 from hswq_lab.formats.swizzle import swizzled_shape
-from hswq_lab.json_file import read_json
+from hswq_lab.json_file import entry, read_json
 from hswq_lab.packing import FORMATS
+from hswq_lab.quantize.measured import MeasuredOn
 from hswq_lab.results import write_text
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ UNROTATED = "-unrotated"
 RANK = "+r"
 ROTATABLE = ("nvfp4", "int8_tensorwise")
 _FORMATS = (*FORMATS, *(name + UNROTATED for name in ROTATABLE), KEPT)
-_ENTRIES = ("hswq_plan", "note", "formats")
+_ENTRIES = ("hswq_plan", "note", "measured_on", "formats")
 _ALIASES = {
     "int8": "int8_tensorwise",
     "int8-unrotated": "int8_tensorwise-unrotated",
@@ -63,12 +65,15 @@ class Plan(Mapping[str, str]):
     Args:
         formats: layer name or shell-style glob → format, the general first, exceptions after it.
         note: where the plan comes from, for people.
+        measured_on: the model whose impacts it was made by: packing another one by it warns. None: no model's.
 
     Raises:
         HswqError: an unknown format, or no mapping from text to text.
     """
 
-    def __init__(self, formats: Mapping[str, str], note: str = "") -> None:
+    def __init__(
+        self, formats: Mapping[str, str], note: str = "", measured_on: MeasuredOn | None = None
+    ) -> None:
         formats = texts_of(formats, "a plan", '{"layer or glob": "nvfp4"}')
         self._formats: dict[str, str] = {}
         for pattern, form in formats.items():
@@ -78,6 +83,7 @@ class Plan(Mapping[str, str]):
         self._places = {pattern: place for place, pattern in enumerate(self._formats)}
         self._globs = [pattern for pattern in self._formats if set(pattern) & set("*?[")]
         self.note = note
+        self.measured_on = measured_on
 
     def __getitem__(self, pattern: str) -> str:
         return self._formats[layer_name(pattern)]
@@ -89,7 +95,7 @@ class Plan(Mapping[str, str]):
         return len(self._formats)
 
     def __eq__(self, other: object) -> bool:
-        # Order decides which entry wins, so it is part of what a plan is; the note is not.
+        # Order decides which entry wins, so it is part of what a plan is; where it comes from is not.
         return isinstance(other, Plan) and list(self.items()) == list(other.items())
 
     def __hash__(self) -> int:
@@ -101,7 +107,8 @@ class Plan(Mapping[str, str]):
     def with_pins(self, keep: Mapping[str, str]) -> Plan:
         """This plan with further entries that win over all of its own."""
         pins = Plan(keep)
-        return Plan({p: f for p, f in self.items() if p not in pins} | dict(pins), self.note)
+        formats = {p: f for p, f in self.items() if p not in pins} | dict(pins)
+        return Plan(formats, self.note, self.measured_on)
 
     def for_layers(self, layers: Mapping[str, tuple[int, int]]) -> dict[str, LayerFormat]:
         """What becomes of every layer of a model.
@@ -138,7 +145,8 @@ class Plan(Mapping[str, str]):
 
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes."""
-        return {"hswq_plan": 1, "note": self.note, "formats": dict(self)}
+        measured_on = {} if self.measured_on is None else {"measured_on": asdict(self.measured_on)}
+        return {"hswq_plan": 1, "note": self.note, **measured_on, "formats": dict(self)}
 
     @classmethod
     def from_dict(cls, content: object, file: str | os.PathLike[str] | None = None) -> Plan:
@@ -157,7 +165,7 @@ class Plan(Mapping[str, str]):
             )
         note = content.get("note", "") if isinstance(content, dict) and "formats" in content else ""
         try:
-            return cls(formats, str(note))
+            return cls(formats, str(note), measured_on=_measured_on(content))
         except HswqError as error:
             raise HswqError(
                 error.problem,
@@ -182,6 +190,14 @@ class Plan(Mapping[str, str]):
             HswqError: no such file, no JSON, or no plan.
         """
         return cls.from_dict(read_json(path), path)
+
+
+def _measured_on(content: object) -> MeasuredOn | None:
+    """The model of a stored plan's impacts, if it names one."""
+    if not isinstance(content, dict) or not {"formats", "measured_on"} <= content.keys():
+        return None
+    told = entry(content, "measured_on", dict)
+    return MeasuredOn(entry(told, "model", str), entry(told, "sha256", str))
 
 
 def refuse_empty(plan: Plan) -> None:

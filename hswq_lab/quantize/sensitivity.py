@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from hswq_lab.formats import Nvfp4Weight, PackedWeight
 from hswq_lab.model import check_model
 from hswq_lab.progress import progress_of
 from hswq_lab.quantize.impact import ImpactReport, LayerImpact
+from hswq_lab.quantize.measured import source_warning
 from hswq_lab.quantize.pairs import choose_pairs, label_of
 from hswq_lab.quantize.plan import KEPT, Plan, canonical, check_same_layers
 from hswq_lab.quantize.trial import Trial, TrialSettings
@@ -129,6 +131,9 @@ def impact_of_pack(
 
     Raises:
         HswqError: the pack has no packed layer, or is of another architecture.
+
+    Warns:
+        UserWarning: the pack names another checkpoint as its source.
     """
     for each in (model, pack):
         check_model(each)
@@ -139,6 +144,8 @@ def impact_of_pack(
         "the pack has other layers than the model",
         "give the 16-bit model that the pack was made from",
     )
+    if (doubt := source_warning(pack, model)) is not None:
+        warnings.warn(doubt, stacklevel=2)
     packed = {
         layer: value
         for layer in pack.layers()
