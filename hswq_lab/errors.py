@@ -44,7 +44,8 @@ class HswqError(Exception):
             parts.append(f"expected: {self.expected}")
         if self.fix is not None:
             parts.append(f"to do: {self.fix}")
-        return "; ".join(parts)
+        # Names from files may hold lone surrogates, which can be neither printed nor written.
+        return "; ".join(parts).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive pickling by themselves; workers send these errors back.

@@ -84,12 +84,16 @@ class TestParts:
             ('{"weight_map": {"a": 3}}', "no file name"),
             ('{"weight_map": {"a": ["m"]}}', "no file name"),
             ("[" * 100_000, "not valid JSON"),
+            ('{"weight_map": {"a": "m-00001-of-00002.safetensors", "a": "n"}}', "'a' is there twice"),
+            (json.dumps({"weight_map": {"a": 300 * "x" + ".safetensors"}}), "does not exist"),
+            ('{"weight_map": {"a": "\\ud800.safetensors"}}', "does not exist"),
         ],
     )
     def test_an_index_that_is_none_is_refused(self, shards, content, words):
         shards.write_text(content)
-        with pytest.raises(HswqError, match=words):
+        with pytest.raises(HswqError, match=words) as refusal:
             Checkpoint.open(shards)
+        assert str(refusal.value).encode()
 
     def test_index_and_parts_must_agree(self, shards):
         both = json.loads(shards.read_text())["weight_map"]

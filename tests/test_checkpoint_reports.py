@@ -420,3 +420,15 @@ class TestDiff:
         (row,) = diff(a, b).rows
         assert row.status == "other format"
         assert row.cosine > 0.9995
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_values_beyond_all_bounds_are_findings_beside_a_source(tmp_path, value):
+    right = torch.ones(64, 64)
+    source = save(tmp_path / "source.safetensors", {f"a.{leaf}": right for leaf in ("weight", "other")})
+    wrong = right.clone()
+    wrong[3, 3] = value
+    file = save(tmp_path / "file.safetensors", {f"a.{leaf}": wrong for leaf in ("weight", "other")})
+    for first, second in ((file, source), (source, file)):
+        wrong_ones = [found.tensor for found in check(first, second).findings if found.severity == "error"]
+        assert {"a.weight", "a.other"} <= set(wrong_ones)

@@ -50,5 +50,10 @@ def closeness(value: Tensor, reference: Tensor) -> Closeness:
     if error == 0:
         return Closeness(math.inf, 1.0, 1.0)
     if not all(map(math.isfinite, (square, cross, power, error))) or power == 0 or square == 0:
-        return Closeness(-math.inf if power == 0 else 10 * math.log10(power / error), math.nan, math.nan)
-    return Closeness(10 * math.log10(power / error), cross / math.sqrt(power * square), cross / square)
+        return Closeness(_decibels(power / error), math.nan, math.nan)
+    return Closeness(_decibels(power / error), cross / math.sqrt(power * square), cross / square)
+
+
+def _decibels(ratio: float) -> float:
+    """10·log10 of a ratio of powers; −∞ of 0: nothing beside an error, or anything beside an infinite one."""
+    return 10 * math.log10(ratio) if ratio != 0 else -math.inf

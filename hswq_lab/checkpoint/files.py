@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hswq_lab.errors import HswqError
+from hswq_lab.json_file import json_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,12 +120,12 @@ def _from_index(path: Path) -> FileSet:
             raise HswqError(
                 "the index is too large", file=path, found=path.stat().st_size, expected=_MAX_INDEX_BYTES
             )
-        content = json.loads(path.read_bytes())
+        content = json_of(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise HswqError("the file does not exist", file=path, fix="check the name and the folder") from error
     except OSError as error:
         raise HswqError("the index cannot be read", file=path, found=error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise HswqError("the index is not valid JSON", file=path, found=str(error)[:200]) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -147,7 +147,11 @@ def _shard(index: Path, name: str) -> Path:
         raise HswqError(
             "the index leads out of its folder", file=index, found=name[:200], expected="a bare file name"
         )
-    if not shard.is_file():
+    try:
+        exists = shard.is_file()
+    except OSError:  # a name that is too long for any file
+        exists = False
+    if not exists:
         raise HswqError("a shard named by the index does not exist", file=index, found=name[:200])
     folder = index.parent.resolve()
     # The hub's cache keeps snapshots/<revision>/<name> as links to blobs/<hash>.

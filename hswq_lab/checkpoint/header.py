@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,10 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where one tensor lies in a file.
 
@@ -181,8 +184,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(path: Path, text: bytes, size: int) -> Header:
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
-        # Lone surrogates pass JSON but can be neither printed nor written again.
-        json.dumps(content, ensure_ascii=False).encode("utf-8")
+        # Lone surrogates pass JSON, as escapes, but can be neither printed nor written again.
+        if _SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         problem = "the JSON is nested too deeply" if isinstance(error, RecursionError) else error
         raise HswqError("the header is not valid JSON", file=path, found=str(problem)[:200]) from error

@@ -106,7 +106,7 @@ class FileSource:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a file, not yet read."""
 
