@@ -134,7 +134,7 @@ def _from_index(path: Path) -> FileSet:
     if len(named) != len(set(map(repr, weight_map.values()))):
         raise HswqError("the index maps a tensor to something that is no file name", file=path)
     shards = {name: _shard(path, name) for name in sorted(named)}
-    told = content.get("metadata")
+    told = content.get("metadata") if isinstance(content, dict) else None
     stated = told.get(CONTENT_KEY) if isinstance(told, dict) else None
     placed = {tensor: shards[name] for tensor, name in weight_map.items()}
     return FileSet(list(shards.values()), placed, None if stated is None else str(stated))
