@@ -197,6 +197,13 @@ def test_a_setting_that_is_there_twice_is_refused(tmp_path):
         lora_from_tensors(_tensors(), {"lora_adapter_metadata": text})
 
 
+def test_a_setting_with_and_without_prefix_is_refused():
+    told = {"r": 4, "lora_alpha": 8, "transformer.lora_alpha": 80}
+    with pytest.raises(HswqError, match="twice") as refusal:
+        lora_from_tensors(_tensors(), {"lora_adapter_metadata": json.dumps(told)})
+    assert refusal.value.found == "lora_alpha"
+
+
 @pytest.mark.parametrize("digits", ["9" * 400, "1" * 400 + ".0"])
 def test_a_rank_of_hundreds_of_digits_in_the_header_is_none(digits):
     tensors, _ = DIALECTS["10 LoKr, both full"](logical([OUT], lambda _: 2, lambda _: 2.0))

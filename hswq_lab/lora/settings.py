@@ -108,7 +108,16 @@ def _header_settings(text: str, path: Path | None) -> Mapping[str, object]:
         raise HswqError(f"{PEFT_METADATA} is not valid JSON", file=path, found=str(error)[:200]) from error
     if not isinstance(content, dict):
         raise HswqError(f"{PEFT_METADATA} is not a JSON object", file=path, found=type(content).__name__)
-    return {key.removeprefix("transformer."): value for key, value in content.items()}
+    own = {key.removeprefix("transformer."): value for key, value in content.items()}
+    if len(own) < len(content):
+        twice = sorted(key for key in own if key in content and f"transformer.{key}" in content)
+        raise HswqError(
+            f"{PEFT_METADATA} says one thing twice, with the prefix transformer. and without",
+            file=path,
+            found=", ".join(twice[:5]),
+            expected="each setting once",
+        )
+    return own
 
 
 def _refuse_other_adapters(told: _Told) -> None:
