@@ -325,11 +325,20 @@ def test_a_plan_needs_something_measured():
         replace(partly_measured(), rows=[]).plan(nvfp4=0)
 
 
-def test_lost_latents_can_be_planned_by():
-    both = report({"b": 1e-3, "a": math.inf, "c": math.inf}, int8=0.5)
-    plan = both.plan(bits=7.0)
-    assert plan.bits(both.layers) <= 7.0
-    assert plan["b"] == "int8_tensorwise"
+@pytest.mark.parametrize("goal", [{"bits": 7.0}, {"nvfp4": 1}, {"nvfp4": 0}, {"final_cos": 0.5}])
+def test_lost_latents_are_nothing_to_plan_by(goal):
+    """∞ says that something overflowed, and not how much worse one layer is than another."""
+    lost = report({"b": 1e-3, "a": math.inf, "c": 2e-3})
+    with pytest.raises(HswqError, match=r"impact of nvfp4 on this layer is not finite.*tensor: a;.*pin"):
+        lost.plan(**goal)
+    with pytest.raises(HswqError, match="not finite"):
+        lost.plan(**goal, keep={"a": "nvfp4"})
+
+
+def test_a_layer_whose_latent_was_lost_can_be_pinned_out_of_the_way():
+    lost = report({"b": 1e-3, "a": math.inf, "c": 2e-3})
+    plan = lost.plan(nvfp4=1, keep={"a": "int8"})
+    assert dict(plan) == {"b": "nvfp4", "a": "int8_tensorwise", "c": "int8_tensorwise"}
 
 
 def test_kin_of_nvfp4_that_were_not_measured_are_predicted_to_cost_as_much():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,10 +17,13 @@ from hswq_lab.model import Model
 from hswq_lab.models.mini import encode_text
 from hswq_lab.quantize import (
     ImpactReport,
+    LayerImpact,
     Plan,
+    greedy,
     impact_of_pack,
     observe_for,
     pack,
+    pareto,
     sensitivity,
     with_input_scales,
 )
@@ -29,6 +33,7 @@ from hswq_lab.quantize.trial import Trial, TrialSettings
 PAIRS = (("a thing", 1), ("another", 2))
 RUN = {"prompts": ["a thing", "another"], "seeds": [1, 2], "steps": 3}
 SETTINGS = TrialSettings(PAIRS, 3, 2.5, 1.5, (16, 16), "sweep")
+LOST = "reference itself comes to NaN or infinity.*tensor: sick, seed 1; found: in step 0 of 3"
 FEW = ["layers.0.*", "final_layer.linear", "cap_embedder.1", "x_embedder", "t_embedder.mlp.0"]
 
 
@@ -372,3 +377,41 @@ def test_impact_of_a_pack_uses_its_own_weights(tiny_model):
     assert report.of("layers.0.attention.qkv").samples == same.rows[0].samples
     with pytest.raises(HswqError, match="no layer of this model is packed"):
         impact_of_pack(tiny_model, tiny_model, **RUN)
+
+
+@pytest.fixture
+def sick(tiny_model):
+    name = "layers.1.attention_norm1.weight"
+    poisoned = tiny_model.checkpoint[name].clone()
+    poisoned[3] = math.nan
+    return tiny_model.with_checkpoint(tiny_model.checkpoint.with_values({name: poisoned}), "sick")
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "int8"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_reference_of_nan_is_no_layers_fault(sick, form, elsewhere, tmp_path):
+    path = tmp_path / "impact.json"
+    with ThreadPoolExecutor(1) as pool, pytest.raises(HswqError, match=LOST):
+        sensitivity(
+            sick,
+            **RUN,
+            formats=[form],
+            layers=["layers.0.attention.qkv"],
+            resume=path,
+            executor=pool if elsewhere else None,
+        )
+    assert not path.exists(), "no row of a run that means nothing"
+
+
+def test_a_reference_of_nan_is_not_blamed_on_a_pack_or_a_plan(tiny_model, sick):
+    hybrid = pack(sick, Plan({"layers.1.*": "nvfp4"}), "rtn")
+    with pytest.raises(HswqError, match=LOST):
+        impact_of_pack(sick, hybrid, **RUN)
+    shapes = sick.layers()
+    rows = [LayerImpact(layer, "nvfp4", n, k, [1e-3]) for layer, (n, k) in shapes.items()]
+    impact = ImpactReport("sick", sick.checkpoint.sha256, ["x"], [1], 1, 2.5, 1.5, (16, 16), "rtn", rows)
+    with pytest.raises(HswqError, match=LOST):
+        pareto(sick, impact, [1], **RUN)
+    lost = replace(impact, rows=[replace(row, samples=[math.inf]) for row in rows])
+    with pytest.raises(HswqError, match="not finite, so no plan can weigh it"):
+        greedy(sick, lost, bits=8, **RUN)

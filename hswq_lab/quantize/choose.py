@@ -35,9 +35,7 @@ class _Step(NamedTuple):
 
     @property
     def price(self) -> float:
-        # Two lost latents are equally bad: ∞ − ∞ would be NaN, and nothing can be sorted by that.
-        same = self.after.impact == self.before.impact
-        return 0.0 if same else self.after.impact - self.before.impact
+        return self.after.impact - self.before.impact
 
 
 def the_goal(**goals: object) -> str:

@@ -143,7 +143,7 @@ def greedy(
     pins.for_layers(model.layers())  # refuses a pin that matches nothing
     pinned = {layer: form for layer in model.layers() if (form := pins.form_of(layer)) is not None}
     formats = dict.fromkeys(impact.layers, LARGE) | pinned
-    left = [layer for layer in _by_price(impact) if layer not in pinned]
+    left = _by_price(impact, pinned)
     curve = _Curve(
         Trial(model, _settings(model, prompts, seeds, steps, cfg, _method(scales, moments), 4), moments)
     )
@@ -245,10 +245,11 @@ def _check_impact(model: Model, impact: ImpactReport) -> None:
         warnings.warn(doubt, stacklevel=3)
 
 
-def _by_price(impact: ImpactReport) -> list[str]:
-    """Layers that NVFP4 makes smaller, the least impact a byte first."""
-    smaller = [layer for layer, shape in impact.layers.items() if _saving(shape) > 0]
-    return sorted(smaller, key=lambda layer: impact.of(layer).impact / _saving(impact.layers[layer]))
+def _by_price(impact: ImpactReport, pinned: Mapping[str, str]) -> list[str]:
+    """Layers that NVFP4 makes smaller and that are not pinned, the least impact a byte first."""
+    free = {layer: shape for layer, shape in impact.layers.items() if layer not in pinned}
+    smaller = [layer for layer, shape in free.items() if _saving(shape) > 0]
+    return sorted(smaller, key=lambda layer: impact.of(layer).weight / _saving(impact.layers[layer]))
 
 
 def _saving(shape: tuple[int, int]) -> int:

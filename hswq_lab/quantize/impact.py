@@ -66,6 +66,22 @@ class LayerImpact:
         return math.fsum(self.samples) / len(self.samples)
 
     @property
+    def weight(self) -> float:
+        """The impact, as a plan weighs it.
+
+        Raises:
+            HswqError: a run came to NaN or infinity, so it is not finite.
+        """
+        if not math.isfinite(self.impact):
+            raise HswqError(
+                f"the impact of {self.format} on this layer is not finite, so no plan can weigh it",
+                tensor=self.layer,
+                found="a run that came to NaN or infinity",
+                fix=f"pin the layer, as in keep={{{self.layer!r}: 'int8'}}, or measure again where nothing overflows",
+            )
+        return self.impact
+
+    @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval of the mean, cut at 0."""
         low, high = mean_interval(self.samples)
@@ -228,7 +244,8 @@ class ImpactReport(Result):
             keep: pins, layer glob → format; they win over everything.
 
         Raises:
-            HswqError: no or several goals, one that is impossible or cannot be reached, or nothing was measured.
+            HswqError: no or several goals, one that is impossible or cannot be reached, nothing was measured, or an
+                impact that would count is not finite.
         """
         if not self.rows:
             raise HswqError("no layer was measured, so there is nothing to plan by", tensor=self.model)
@@ -341,7 +358,7 @@ class ImpactReport(Result):
 
     def _cost(self, layer: str, form: str) -> float:
         stand_in = None if layer in self.unmeasured else self._stand_in(form)
-        return 0.0 if stand_in is None else self.of(layer, stand_in).impact
+        return 0.0 if stand_in is None else self.of(layer, stand_in).weight
 
     def _stand_in(self, form: str) -> str | None:
         """The format whose impact tells a format's: itself, plain NVFP4 for its kin; None: it counts as free."""

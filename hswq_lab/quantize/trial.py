@@ -27,6 +27,7 @@ from hswq_lab.quantize.gptq import gptq_weight
 from hswq_lab.quantize.pairs import label_of
 from hswq_lab.quantize.plan import layer_format
 from hswq_lab.quantize.replay import Replay
+from hswq_lab.trajectory.compare import lost_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -120,11 +121,15 @@ class Trial:
 
     @cached_property
     def reference(self) -> Tensor:
-        """Final latents of the unchanged model, fp32 [pairs, C, h, w] on its device; made once."""
+        """Final latents of the unchanged model, fp32 [pairs, C, h, w] on its device; made once.
+
+        Raises:
+            HswqError: it comes to NaN or infinity: every layer would be blamed for it.
+        """
         self._inputs = {}  # a run that was cancelled may have left some
         self._replay.begin((), recording=True)
         with observing(self._linears, self._groups(rotated=True), {}) as observed, self._sampling_inputs():
-            latents = self._sample()
+            latents = self._sample(self._check_finite)
         self._observed[True, 0] = observed
         return latents
 
@@ -151,6 +156,7 @@ class Trial:
             groups: layer → rotation group.
             bases: layer → input basis, where there is one.
         """
+        _ = self.reference  # what cannot be a reference is refused as one, not for its first layer
         # Recording, since a stage that is replayed sees no input.
         self._replay.begin((), recording=True)
         with observing(self._linears, groups, {}, bases) as observed:
@@ -295,8 +301,15 @@ class Trial:
             for start in range(0, len(rows), BATCH_ROWS)
         ]
 
+    def _check_finite(self, step: int, latents: Tensor) -> None:
+        """Refuses latents of the reference run [pairs, C, h, w] that hold NaN or infinity."""
+        finite = torch.isfinite(latents).flatten(1).all(1).tolist()
+        for (_, seed), good in zip(self.settings.pairs, finite, strict=True):
+            if not good:
+                raise lost_reference(self.model.name, seed, step, self.settings.steps)
+
     @torch.no_grad()
-    def _sample(self) -> Tensor:
+    def _sample(self, after_step: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Euler steps for all pairs at once; see `hswq_lab.models.sampler.euler`."""
         device, dtype, cfg = self.model.device, self.model.dtype, self.settings.cfg
         shape = self.model.latent_shape(self.settings.size)
@@ -312,6 +325,8 @@ class Trial:
                 out[batch.rows] = self._network(x, t, batch.captions).float()
             direction = out if cfg == 1 else out[count:] + cfg * (out[:count] - out[count:])
             latents = latents - (following - sigma) * direction
+            if after_step is not None:
+                after_step(step, latents)
         return latents
 
 

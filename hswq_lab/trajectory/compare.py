@@ -139,12 +139,17 @@ def _check_finite(reference: Run) -> None:
     steps = torch.isfinite(torch.stack([reference.latents, reference.x0])).flatten(2).all(2).all(0)
     if not bool(steps.all()):
         first = int(steps.logical_not().nonzero()[0])
-        raise HswqError(
-            "the reference itself comes to NaN or infinity, so nothing can be compared with it",
-            tensor=f"{reference.model}, seed {reference.seed}",
-            found=f"in step {first} of {reference.steps}, counted from 0",
-            fix="check its file, its LoRAs and its dtype: activations of large models overflow fp16",
-        )
+        raise lost_reference(reference.model, reference.seed, first, reference.steps)
+
+
+def lost_reference(model: str, seed: int, step: int, steps: int) -> HswqError:
+    """What is to be said of a reference run that comes to NaN or infinity in a step (from 0)."""
+    return HswqError(
+        "the reference itself comes to NaN or infinity, so nothing can be compared with it",
+        tensor=f"{model}, seed {seed}",
+        found=f"in step {step} of {steps}, counted from 0",
+        fix="check its file, its LoRAs and its dtype: activations of large models overflow fp16",
+    )
 
 
 def pair(
