@@ -156,9 +156,9 @@ def drag(lab, panel, by):
 
 
 def narrow(lab):
-    """The page at 720 pixels, without the list of files."""
+    """A page of 680 pixels, without the list of files."""
     lab.page.keyboard.press("Control+b")
-    lab.page.set_viewport_size({"width": 720, "height": 1300})
+    lab.page.set_viewport_size({"width": 680, "height": 1300})
 
 
 def pictures(lab, css):
@@ -301,7 +301,7 @@ def test_plans_move_with_the_cut_cancel_stops_and_an_export_is_a_file(lab):
         "() => document.querySelectorAll('.hswq-sensitivity .gtitle-subtitle tspan.line').length > 1"
     )
     assert lab.page.evaluate(COVERED, "hswq-sensitivity") == 0
-    keep(panel, "SensitivityExplorer_720")
+    keep(panel, "SensitivityExplorer_narrow")
     assert lab.complaints == []
 
 
@@ -345,7 +345,7 @@ def test_the_steps_of_a_trajectory_show_other_pictures(lab):
     cancel(lab, lab.panel("hswq-trajectory", 1), "Compare")
     narrow(lab)
     lab.wait_for(f"css => ({SCROLLING})(css) === 0", "hswq-trajectory")
-    keep(panel, "TrajectoryViewer_720")
+    keep(panel, "TrajectoryViewer_narrow")
     assert lab.complaints == []
 
 
