@@ -260,6 +260,13 @@ def test_what_an_error_asks_for_can_be_ticked(tiny_pack, loras, tmp_path):
     assert shown.wait(SOON)
     assert shown.errors.value == ""
     assert "of a larger model" in shown.verdict.value
+    left_out = "1 of 2 modules applied; 1 matches no layer: transformer.layers.77.attention.to_k"
+    assert left_out in shown.verdict.value
+    shown.rows[0][1].value = 0.0
+    shown.apply_button.click()
+    assert shown.wait(SOON)
+    assert "Nothing was to arrive" in shown.verdict.value
+    assert left_out in shown.verdict.value
     shown.close()
 
 

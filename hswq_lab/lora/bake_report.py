@@ -121,12 +121,13 @@ class BakeReport(Result):
 
     @property
     def warnings(self) -> list[str]:
-        """What is true of the LoRAs as a whole, then one a layer that has one."""
+        """The `overall` ones, then one a layer that has one."""
         warned = [f"{row.layer} ({row.format}): {row.warning}" for row in self.rows if row.warning]
-        return [*self._of_all, *warned]
+        return [*self.overall, *warned]
 
     @property
-    def _of_all(self) -> list[str]:
+    def overall(self) -> list[str]:
+        """The warnings that are about the LoRAs as a whole: modules that were left out, a source that does not fit."""
         return [*(found.warning for found in self.coverage if found.left_out), *self.remarks]
 
     @property
@@ -193,7 +194,7 @@ class BakeReport(Result):
     def __repr__(self) -> str:
         """A summary for a console."""
         lines = [f"{', '.join(self.loras) or 'no LoRAs'}: {self.verdict}", f"  {self.log_line}"]
-        lines += [f"  warning: {text}" for text in self._of_all]
+        lines += [f"  warning: {text}" for text in self.overall]
         lines += [
             f"  {kind.kind}: {kind.verdict}, {kind.baked} baked, {kind.branched} branched of {kind.layers};"
             f" unrotated {kind.unrotated}, re-rotated {kind.rerotated} of {kind.rotated} rotated"

@@ -54,7 +54,8 @@ class Coverage:
             return ""
         more = ", …" if len(self.left_out) > 3 else ""
         names = ", ".join(self.left_out[:3]) + more
-        return f"{self.lora}: {self.in_words} applied; {len(self.left_out)} match no layer: {names}"
+        match = "matches" if len(self.left_out) == 1 else "match"
+        return f"{self.lora}: {self.in_words} applied; {len(self.left_out)} {match} no layer: {names}"
 
 
 def coverage_of(lora: str, matches: Sequence[Match]) -> Coverage:

@@ -177,10 +177,12 @@ class BakeCheck(Panel):
 
 def _verdict(report: BakeReport) -> str:
     text = f"{', '.join(report.loras)}: {report.verdict}; {report.log_line}"
+    remarks = [f"warning: {each}" for each in report.overall]
     if report.verdict == "N/A":
-        return markup.note(f"{text}. Nothing was to arrive: at these strengths the LoRAs change no weight.")
-    warned = report.warnings
+        text += ". Nothing was to arrive: at these strengths the LoRAs change no weight."
+        return "".join(map(markup.note, [text, *remarks]))
+    warned = report.warnings[len(report.overall) :]
     more = f" (and {len(warned) - 1} more layers)" if len(warned) > 1 else ""
-    remarks = [f"warning: {warned[0]}{more}"] if warned else []
+    remarks += [f"warning: {warned[0]}{more}"] if warned else []
     remarks += [f"note: {text}" for text in report.notes]
     return markup.banner(text, good=report.verdict == "OK") + "".join(map(markup.note, remarks))
