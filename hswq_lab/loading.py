@@ -97,11 +97,27 @@ def companion_for(checkpoint: Checkpoint) -> Companion | None:
     return architecture_of(checkpoint.shapes(), checkpoint.path).companion()
 
 
-def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
-    """Writes a model's weights as one file in the ComfyUI layout, whole or not at all.
+def save(
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Writes a model's weights in the ComfyUI layout, whole or not at all.
 
     LoRAs that are baked become part of the file; its metadata name them with strength and way, and the seeds of the
-    rounding.
+    rounding. What an earlier save had under this name, whole or split, goes; a link there is replaced.
+
+    Args:
+        model: what to write.
+        path: the file, which ends in .safetensors; with `max_shard_bytes` the name that parts and index are derived
+            from.
+        progress: told of every tensor.
+        max_shard_bytes: splits the file into parts of about this size, with an index.
+
+    Returns:
+        The file, or the index of a split one.
 
     Raises:
         HswqError: a LoRA is attached as a branch (a file cannot hold that), the target is the file that is being read,
@@ -130,7 +146,15 @@ def save(model: Model, path: str | os.PathLike[str], *, progress: Progress | Non
             metadata[SEEDS_KEY] = json.dumps(baked_seeds(metadata) | seeds)
         except HswqError as error:
             raise located(error, source.path, SEEDS_KEY) from error
-    return write(path, model.effective_items(), metadata, None, progress, source=source)
+    return write(
+        path,
+        model.effective_items(),
+        metadata,
+        None,
+        progress,
+        source=source,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def _told(item: Attachment, layers: Mapping[str, tuple[int, int]]) -> dict[str, object]:

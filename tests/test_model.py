@@ -360,6 +360,19 @@ def test_a_damaged_block_scale_is_refused_when_the_file_is_opened(pack: Model, t
     assert name.removesuffix(".weight") in (refusal.value.tensor or "")
 
 
+def test_a_model_is_saved_in_parts(pack: Model, tmp_path: Path) -> None:
+    index = loading.save(pack, tmp_path / "x.safetensors", max_shard_bytes=100_000)
+    assert index.name == "x.safetensors.index.json"
+    assert len(list(tmp_path.glob("x-*.safetensors"))) > 1
+    for path in (index, tmp_path):
+        read = loading.load(path).checkpoint
+        assert read.shapes() == pack.checkpoint.shapes()
+        assert all(
+            read[name].same_bits(value) if isinstance(value, PackedWeight) else torch.equal(read[name], value)
+            for name, value in pack.checkpoint.items()
+        )
+
+
 def test_guidance_must_be_finite_and_a_model_is_saved_as_safetensors(pack: Model, tmp_path: Path) -> None:
     with pytest.raises(HswqError, match="finite"):
         pack.generate("a thing", cfg=float("nan"))

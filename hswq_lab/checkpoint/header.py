@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,11 +174,10 @@ def _truncated(path: Path, wanted: int, size: int) -> HswqError:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"the name {key!r} occurs twice")
-        content[key] = value
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the name {twice!r} occurs twice")
     return content
 
 
