@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -208,6 +209,21 @@ def test_compare_fails_with_the_gate_and_its_json_is_strict(model_file, pack_fil
     assert code == (0 if content["verdict"]["passed"] else 1)
     assert "parity" in capsys.readouterr().out
     assert main(["compare", model_file, model_file, "--seeds", "1", "--steps", "1"]) == 0
+
+
+def test_packs_of_one_name_are_told_apart_by_their_folders(model_file, pack_file, tmp_path, capsys):
+    paths = []
+    for folder in ("x/a", "y/a", "x/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        paths.append(str(shutil.copy(pack_file, tmp_path / folder / "p.safetensors")))
+    report, once = tmp_path / "r.json", ["--modes", "tc", "--seeds", "1", "--steps", "1"]
+    main(["compare", model_file, *paths, *once, "--json", str(report)])
+    content = json.loads(report.read_text())
+    assert content["variants"] == [f"{name}/p.safetensors tc" for name in ("x/a", "y/a", "b")]
+    assert [content["compared"][name]["file"] for name in content["variants"]] == paths
+    assert content["compared"]["b/p.safetensors tc"]["sha256"] in capsys.readouterr().out
+    assert main(["compare", model_file, paths[0], paths[0], *once]) == 2
+    assert "named twice" in capsys.readouterr().err
 
 
 def test_ranks_and_activation_scales(model_file, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -12,9 +13,11 @@ import pandas as pd
 import pytest
 import torch
 
+from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.errors import Cancelled, HswqError
 from hswq_lab.executors import local_pool
 from hswq_lab.jobs import Job
+from hswq_lab.loading import save
 from hswq_lab.model import Model
 from hswq_lab.tables import verdict_table
 from hswq_lab.trajectory import compare
@@ -146,6 +149,37 @@ def test_the_files_say_how_it_was_measured(tiny_model, variants, tmp_path):
     dropped = report.without_runs()
     assert dropped.variant_runs == {}
     assert dropped.summary().equals(report.summary())
+
+
+def test_the_files_say_what_was_judged(tiny_model, tiny_pack, tmp_path):
+    path = tmp_path / "stored.safetensors"
+    save(tiny_pack, path)
+    stored = tiny_model.with_checkpoint(Checkpoint.open(path), "stored")
+    report = compare(tiny_model, {"tc": tiny_pack.in_mode("tc"), "file": stored}, [1], steps=1)
+    told = json.loads(report.save(tmp_path / "r.json").read_text())["compared"]
+    assert list(told) == ["reference", "tc", "file"]
+    assert told["reference"]["sha256"] == tiny_model.checkpoint.sha256
+    assert told["tc"] == {
+        "model": tiny_pack.name,
+        "file": "",
+        "sha256": tiny_pack.checkpoint.sha256,
+        "mode": "tc",
+        "loras": [],
+    }
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (told["file"]["file"], told["file"]["sha256"]) == (str(path), digest)
+    assert str(report).splitlines()[2:] == [
+        f"reference: tiny in memory, SHA-256 {tiny_model.checkpoint.sha256}",
+        f"tc: {tiny_pack.name} in memory, SHA-256 {tiny_pack.checkpoint.sha256}",
+        f"file: {path}, SHA-256 {digest}",
+    ]
+    assert digest in report.save(tmp_path / "r.html").read_text()
+
+
+def test_runs_alone_do_not_say_what_made_them(make_run):
+    report = compare_runs([make_run()], {"v": [make_run()]})
+    assert report.compared == {}
+    assert str(report) == report.verdict.text
 
 
 def test_a_run_does_not_depend_on_what_else_runs(tiny_model, variants):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from hswq_lab.tables import verdict_table
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from hswq_lab.model import Model
 
@@ -33,7 +35,7 @@ def compare(args: argparse.Namespace) -> int:
             progress=progress,
             executor=executor,
         )
-    say(report.verdict.text)
+    say(report)
     say(table(verdict_table(report)))
     return finish(args, report, passed=report.verdict.passed)
 
@@ -58,18 +60,33 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _variants(args: argparse.Namespace) -> dict[str, Model]:
     """Every pack in every mode, under a name that tells them apart."""
     variants: dict[str, Model] = {}
-    for path in args.packs:
-        pack = load(path, args)
+    packs = [load(path, args) for path in args.packs]
+    for pack, told in zip(packs, _distinct_names(packs, args.packs), strict=True):
         for mode in args.modes.split(","):
             # "auto" stays what the environment resolved at load; a mode that is named wins over the environment.
             if mode != "auto":
                 _note_overruled(pack, mode)
             variant = pack if mode == "auto" else pack.in_mode(mode, args.uncalibrated)
-            name = variant.request.mode if len(args.packs) == 1 else f"{pack.name} {variant.request.mode}"
+            name = variant.request.mode if len(args.packs) == 1 else f"{told} {variant.request.mode}"
             if name in variants:
                 raise HswqError("the same variant is named twice", found=name)
             variants[name] = variant
     return variants
+
+
+def _distinct_names(packs: Sequence[Model], paths: Sequence[str]) -> list[str]:
+    """The packs' names, with as many of their folders before them as tell files of one name apart."""
+    full = [(*Path(path).resolve().parent.parts, pack.name) for pack, path in zip(packs, paths, strict=True)]
+    return [str(Path(*mine[-_telling(mine, full) :])) for mine in full]
+
+
+def _telling(mine: tuple[str, ...], every: Sequence[tuple[str, ...]]) -> int:
+    """How many of the last parts of a path tell it from all other ones."""
+    others = [path for path in every if path != mine]
+    enough = (
+        count for count in range(1, len(mine)) if all(path[-count:] != mine[-count:] for path in others)
+    )
+    return next(enough, len(mine))
 
 
 def _note_overruled(pack: Model, mode: str) -> None:

@@ -17,7 +17,7 @@ from hswq_lab.model import check_model, named_models
 from hswq_lab.models.sampler import Run
 from hswq_lab.progress import Progress, part, progress_of
 from hswq_lab.trajectory.pictures import distance
-from hswq_lab.trajectory.report import TrajectoryReport
+from hswq_lab.trajectory.report import Compared, TrajectoryReport
 from hswq_lab.trajectory.seeds import SEEDS_20
 from hswq_lab.trajectory.trace import check_comparable, trace
 
@@ -83,7 +83,16 @@ def compare(
         if executor is None
         else _runs_there(models, pairs, settings, progress, executor)
     )
-    return compare_runs(runs.pop(REFERENCE), runs)
+    compared = {name: _compared(each) for name, each in models.items()}
+    return replace(compare_runs(runs.pop(REFERENCE), runs), compared=compared)
+
+
+def _compared(model: Model) -> Compared:
+    checkpoint = model.checkpoint
+    file = "" if checkpoint.path is None else str(checkpoint.path)
+    return Compared(
+        model.name, file, checkpoint.sha256, model.request.mode, [str(each) for each in model.loras]
+    )
 
 
 def compare_runs(reference: Sequence[Run], variants: Mapping[str, Sequence[Run]]) -> TrajectoryReport:

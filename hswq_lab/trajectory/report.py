@@ -16,6 +16,29 @@ from hswq_lab.trajectory.trace import SeedTrace
 
 
 @dataclass(frozen=True)
+class Compared:
+    """What was run under a name.
+
+    Attributes:
+        model: its name.
+        file: path that it was read from; "" if it is in memory only.
+        sha256: of its checkpoint.
+        mode: the mode that was asked of it.
+        loras: LoRAs on it, with their strengths.
+    """
+
+    model: str
+    file: str
+    sha256: str
+    mode: str
+    loras: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        loras = "".join(f" + {lora}" for lora in self.loras)
+        return f"{self.file or f'{self.model} in memory'}{loras}, SHA-256 {self.sha256}"
+
+
+@dataclass(frozen=True)
 class TrajectoryReport(Result):
     """Variants of a model against the reference, on the same seeds.
 
@@ -32,6 +55,7 @@ class TrajectoryReport(Result):
         noise_hashes: SHA-256 of the starting noise of each seed.
         traces: variant by variant, seed by seed.
         ssim_parameters: arguments of scikit-image's structural_similarity.
+        compared: "reference" and variant → what ran under that name; empty where only the runs were given.
         reference_runs: the reference's run for each seed; empty after `without_runs`. Not saved.
         variant_runs: variant → its run for each seed; empty after `without_runs`. Not saved.
     """
@@ -48,6 +72,7 @@ class TrajectoryReport(Result):
     noise_hashes: list[str] = field(repr=False)
     traces: list[SeedTrace] = field(repr=False)
     ssim_parameters: dict[str, Any] = field(repr=False, default_factory=lambda: dict(SSIM_PARAMETERS))
+    compared: dict[str, Compared] = field(repr=False, default_factory=dict)
     reference_runs: list[Run] = field(repr=False, default_factory=list, metadata={"saved": False})
     variant_runs: dict[str, list[Run]] = field(repr=False, default_factory=dict, metadata={"saved": False})
 
@@ -113,4 +138,4 @@ class TrajectoryReport(Result):
         }
 
     def __str__(self) -> str:
-        return self.verdict.text
+        return "\n".join([self.verdict.text, *(f"{name}: {what}" for name, what in self.compared.items())])
