@@ -12,7 +12,7 @@ from torch import Tensor
 from hswq_lab.checkpoint import Checkpoint
 from hswq_lab.checkpoint.provenance import SCALES_KEY
 from hswq_lab.checkpoint.slots import located
-from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
+from hswq_lab.checkpoint.smoothed import channel_factors, is_smoothed
 from hswq_lab.declared import (
     Attachment,
     Way,
@@ -294,7 +294,7 @@ class Attachments(Sequence[Attachment]):
                         found=weight.format,
                         fix="give the 16-bit checkpoint",
                     )
-                if SMOOTH_KEY in item.source.metadata or SMOOTH_KEY not in self._checkpoint.metadata:
+                if is_smoothed(item.source) or not is_smoothed(self._checkpoint):
                     return weight
                 rows, columns = channel_factors(self._checkpoint, layer)
                 return (weight.float() * rows[:, None] * columns).to(weight.dtype)

@@ -222,6 +222,28 @@ def test_a_smoothed_pack_that_lost_exponents_refuses_loras(uneven, unrotated, lo
         )
 
 
+@pytest.mark.parametrize("how", ["branch", "bake"])
+def test_a_smoothed_pack_that_lost_its_metadata_refuses_loras_and_is_no_good_file(
+    uneven, unrotated, how, tmp_path
+):
+    smoothed = smooth(uneven, unrotated).checkpoint
+    stripped = smoothed.rewritten(dict(smoothed), {})
+    with pytest.raises(HswqError, match="lost the metadata"):
+        uneven.with_checkpoint(stripped).attach(lora_of(uneven, "LoRA"), 1.0, how)
+    report = check(stripped.save(tmp_path / "pack.safetensors"))
+    [error] = [finding for finding in report.findings if finding.severity == "error"]
+    assert "lost the metadata" in error.problem
+
+
+def test_as_many_channels_rescaled_otherwise_are_other_units(uneven, unrotated):
+    smoothed = smooth(uneven, unrotated)
+    name = "layers.0.attention.qkv.smooth_columns"
+    turned = smoothed.checkpoint.with_values({name: smoothed.checkpoint[name].roll(1)})
+    other = uneven.with_checkpoint(turned)
+    with pytest.raises(HswqError, match="of each in another way"):
+        calibrate(pack(smoothed, Plan({"layers.*": "nvfp4"})), other, **RUN)
+
+
 CHANGED = {
     "zeros": ("layers.0.attention.qkv.smooth_columns", 0, "contradict the metadata"),
     "rows alone": ("layers.0.feed_forward.w3.smooth_rows", -1, "contradict those of the layers beside"),

@@ -52,6 +52,11 @@ def tells_exponents(checkpoint: Checkpoint) -> bool:
     return any(name.endswith(f".{COLUMNS}") for name in checkpoint)
 
 
+def is_smoothed(checkpoint: Checkpoint) -> bool:
+    """Whether channels have other units than the original's, as metadata say, or exponents where those were lost."""
+    return SMOOTH_KEY in checkpoint.metadata or tells_exponents(checkpoint)
+
+
 def is_exponents(name: str) -> bool:
     """Whether a tensor holds exponents and is no parameter."""
     return name.endswith((f".{COLUMNS}", f".{ROWS}"))
@@ -87,7 +92,7 @@ def exponents(checkpoint: Checkpoint, layer: str | None = None) -> dict[str, Ten
     Raises:
         HswqError: the file does not say them, or contradicts itself.
     """
-    if SMOOTH_KEY not in checkpoint.metadata:
+    if not is_smoothed(checkpoint):
         return {}
     told: dict[str, Tensor] = {}
     shapes, counts = checkpoint.shapes(), _counts(checkpoint)
@@ -126,6 +131,13 @@ def _refuse_missing(checkpoint: Checkpoint, sites: Iterable[Site]) -> None:
 
 def _counts(checkpoint: Checkpoint) -> dict[str, object]:
     """The metadata of smooth(): the layers of a site, joined by commas → number of rescaled channels."""
+    if SMOOTH_KEY not in checkpoint.metadata:
+        raise HswqError(
+            "the file has exponents of channels that smooth() rescaled, but lost the metadata that say so",
+            file=checkpoint.path,
+            expected=SMOOTH_KEY,
+            fix="take the file as it was before another program wrote it",
+        )
     try:
         counts = json.loads(checkpoint.metadata[SMOOTH_KEY])
     except (ValueError, RecursionError):
@@ -185,7 +197,7 @@ def _stored(checkpoint: Checkpoint, name: str, size: int) -> Tensor:
 def check_same_units(pack: Checkpoint, model: Checkpoint) -> None:
     """Refuses a model whose channels have other units than a pack's: its activations are not those of the pack."""
     known = [metadata.get(SMOOTH_KEY) for metadata in (pack.metadata, model.metadata)]
-    if known[0] != known[1]:
+    if known[0] != known[1] or not _same_exponents(pack, model):
         smoothed = ["not smoothed" if counts is None else "smoothed" for counts in known]
         raise HswqError(
             "smooth() rescaled channels of one of the two, or of each in another way",
@@ -193,3 +205,11 @@ def check_same_units(pack: Checkpoint, model: Checkpoint) -> None:
             found=f"the pack is {smoothed[0]}, the model {smoothed[1]}",
             fix="give the 16-bit model that was packed (what smooth() returned), or none",
         )
+
+
+def _same_exponents(pack: Checkpoint, model: Checkpoint) -> bool:
+    """Whether two smoothed models were smoothed alike, as far as both tell."""
+    if not (tells_exponents(pack) and tells_exponents(model)):
+        return True
+    told, known = exponents(pack), exponents(model)
+    return told.keys() == known.keys() and all(torch.equal(told[name], known[name]) for name in told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
+from hswq_lab.checkpoint.smoothed import channel_factors, is_smoothed
 from hswq_lab.lora.file import PerLayer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def in_units_of(checkpoint: Checkpoint, deltas: Mapping[str, LayerDelta]) -> Map
     Raises (when a layer is asked for):
         HswqError: the checkpoint does not tell r and c, or a DoRA, which depends on the original's W.
     """
-    if SMOOTH_KEY not in checkpoint.metadata:
+    if not is_smoothed(checkpoint):
         return deltas
 
     @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from hswq_lab.arguments import whole
-from hswq_lab.checkpoint.smoothed import SMOOTH_KEY, channel_factors
+from hswq_lab.checkpoint.smoothed import channel_factors, is_smoothed
 from hswq_lab.errors import HswqError
 from hswq_lab.formats import PackedWeight
 from hswq_lab.lora.dialects import squash, without_prefixes
@@ -140,7 +140,7 @@ def weight_of(layers: LayerShapes | HasLayers, layer: str) -> Tensor | None:
     if isinstance(layers, Mapping):
         return None
     weight = unpacked(layers.checkpoint[f"{layer}.weight"])
-    if SMOOTH_KEY not in layers.checkpoint.metadata:
+    if not is_smoothed(layers.checkpoint):
         return weight
     rows, columns = channel_factors(layers.checkpoint, layer)
     return weight / rows[:, None] / columns
