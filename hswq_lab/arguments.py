@@ -22,9 +22,8 @@ def path_of(value: object, what: str) -> Path:
         HswqError: it is neither text nor a path.
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise HswqError(
-            f"{what} is named by its path", found=repr(value)[:80], expected="text or a pathlib.Path"
-        )
+        found = "no text" if value == "" else repr(value)[:80]
+        raise HswqError(f"{what} is named by its path", found=found, expected="text or a pathlib.Path")
     return Path(os.path.expanduser(value))  # noqa: PTH111 - Path's own raises where a user is unknown
 
 

@@ -196,3 +196,8 @@ def test_a_tilde_names_a_checkpoint_as_its_whole_path_does(tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hl.save(tiny_model, "~/tiny.safetensors") == tmp_path / "tiny.safetensors"
     assert hl.load("~/tiny.safetensors", device="cpu").checkpoint.path == tmp_path / "tiny.safetensors"
+
+
+def test_an_empty_path_is_told_as_one():
+    with pytest.raises(hl.HswqError, match="a checkpoint is named by its path; found: no text"):
+        hl.inspect("")
