@@ -234,6 +234,8 @@ class Checkpoint(Mapping[str, Value]):
     ) -> Path:
         """Writes this checkpoint in the ComfyUI layout, whole or not at all.
 
+        What an earlier save had under this name, whole or split, goes; a link there is replaced, never written through.
+
         Args:
             path: the file; with `max_shard_bytes` the name that the parts and the index are derived from.
             prefix: what to write in front of the names; None: as it was read.
@@ -244,7 +246,7 @@ class Checkpoint(Mapping[str, Value]):
             The file, or the index of a split one.
 
         Raises:
-            HswqError: the target is the file that is being read, or cannot be written.
+            HswqError: the target, or a part of a split file of its name, is being read, or cannot be written.
         """
         return write(path, self.items(), None, prefix, progress, source=self, max_shard_bytes=max_shard_bytes)
 
