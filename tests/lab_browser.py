@@ -120,15 +120,24 @@ class LabServer:
 
 
 class LabPage:
-    """A notebook in a browser page; keeps whatever the page complains about in `complaints`."""
+    """A notebook in a browser page; keeps whatever the page complains about in `complaints`.
+
+    What anywidget says after its two seconds on a busy machine is in `late`: panels work without what it gives up
+    (test_a_plot_follows_the_kernel_on_a_page_that_was_too_busy_at_first).
+    """
 
     def __init__(self, page, server: LabServer) -> None:
         self.page = page
         self.server = server
         self.complaints: list[str] = []
-        page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
+        self.late: list[str] = []
+        page.on("console", lambda m: self._heard(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+
+    def _heard(self, text: str) -> None:
+        heard = self.late if "[anywidget] Failed to initialize model" in text else self.complaints
+        heard.append(text)
 
     def open(self, notebook: Path, *, more: str = "", **parameters: object) -> None:
         """Copies a notebook into the server's folder, with other parameters and a last cell `more`; opens it."""

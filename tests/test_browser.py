@@ -228,7 +228,7 @@ def test_a_plot_follows_the_kernel_on_a_page_that_was_too_busy_at_first(lab):
     lab.wait_for(title.format("first"))
     lab.page.get_by_role("button", name="Change").click()
     lab.wait_for(title.format("second"), seconds=20)
-    assert any("Failed to initialize model" in text for text in lab.complaints), "the page was not too busy"
+    assert lab.late, "the page was not too busy"
 
 
 def test_a_cell_that_is_run_again_leaves_no_work_behind(lab):
