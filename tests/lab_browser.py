@@ -136,7 +136,7 @@ class LabPage:
         page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
 
     def _heard(self, text: str) -> None:
-        heard = self.late if "[anywidget] Failed to initialize model" in text else self.complaints
+        heard = self.late if "Failed to initialize model" in text else self.complaints
         heard.append(text)
 
     def open(self, notebook: Path, *, more: str = "", **parameters: object) -> None:
