@@ -132,7 +132,7 @@ class LabPage:
         self.complaints: list[str] = []
         self.late: list[str] = []
         page.on("console", lambda m: self._heard(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("pageerror", lambda error: self._heard(str(error)))
         page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
 
     def _heard(self, text: str) -> None:
