@@ -152,6 +152,12 @@ def test_the_worst_seed_is_emphasised_unless_another_is_chosen():
     assert named(divergence_figure(report, seed=1), "seed 1")[0].customdata[0][0] == "1"
 
 
+@pytest.mark.parametrize(("steps", "within"), [(12, "in a step"), (50, "within 5 steps")])
+def test_the_legend_says_within_how_many_steps_a_fall_counts(steps, within):
+    figure = divergence_figure(trajectories(trace("tc", 1, [0.9] * steps)))
+    assert named(figure, f"bifurcation (cos falls by > 0.05 {within})")
+
+
 def test_bifurcations_are_marked_where_the_verdict_puts_them_and_only_on_the_latent():
     figure = divergence_figure(
         trajectories(trace("tc", 1, [0.99, 0.98, 0.80]), trace("tc", 2, [0.99, 0.98, 0.97]))
