@@ -104,6 +104,9 @@ def local_pool(workers: int | None = None, device: str | torch.device = "cpu") -
 
     For models on a card each process sees one card alone, as its first; they must be on "cuda" or "cuda:0".
 
+    Each process computes with as many torch threads as this one, so that results have the same bits. On a CPU set
+    them first, `torch.set_num_threads(1)`: more threads than cores spin, and a comparison took ten times as long.
+
     Args:
         workers: processes; default: one a core that this process may use, or one a card.
         device: of the models that are to run there.
