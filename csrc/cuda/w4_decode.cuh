@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/hopper.cuh"
-#include "cuda/packed.cuh"
 #include "cuda/pairs.cuh"
 
 namespace hswq::cuda {
